@@ -1,0 +1,360 @@
+"""The run file: one YAML document, typed and frozen. An unknown key, a wrong type or an impossible combination is
+refused with its key path, its value and the nearest valid key. `cli.py` reads it; nothing else reads settings.
+
+Durations are seconds (`_s`), sizes are bytes (`_bytes`) or tokens (`_tokens`). Relative paths start at the run file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from leyden.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The policy. `path` is a Hugging Face model folder (or hub id); `name` is what harnesses call it."""
+
+    path: str
+    name: str = "policy"
+    renderer: str = "auto"
+    context_tokens: PositiveInt = 4096
+    thinking_history: Literal["template", "keep"] = "template"
+    continuity: Literal["semantic", "off"] = "semantic"
+
+
+class DataConfig(Section):
+    """JSON-lines files, one task per line. Validation tasks are sampled, never trained."""
+
+    train: Path
+    validation: Path | None = None
+    shuffle: bool = True
+
+
+class WorkspaceConfig(Section):
+    """What lies in an attempt's working directory: a copy of `template` and the files of the task's field `files`.
+
+    `template` is a folder, as a Jinja template over `task`. `files` names a field of the task that maps relative
+    paths to text.
+    """
+
+    template: str | None = None
+    files: str | None = None
+    keep: Literal["failed", "all", "none"] = "failed"
+
+
+class HarnessConfig(Section):
+    """How to start the harness on one task.
+
+    `command` is an argument list without a shell; each item, and each value of `env`, is a Jinja template over
+    `task`, `workspace`, `run_dir`, `config_dir`, `rollout_id`, `model`. With `preload`, a launcher imports those
+    modules once with the interpreter `python` and forks; `command[0]` is then a console script of that interpreter.
+    """
+
+    command: Annotated[list[str], Field(min_length=1)]
+    env: dict[str, str] = {}
+    python: str | None = None
+    preload: list[str] = []
+    timeout_s: PositiveSeconds = 1800
+    max_turns: PositiveInt = 1000
+    max_attempts: PositiveInt = 3
+    log_bytes: PositiveInt = 16 * 2**20
+
+
+class GraderConfig(Section):
+    """How a finished attempt gets its reward: exactly one of `command`, `function` (`module:name`), `harness: true`."""
+
+    command: list[str] | None = None
+    function: str | None = None
+    harness: bool = False
+    timeout_s: PositiveSeconds = 120
+    max_tries: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> GraderConfig:
+        given = [n for n, v in (("command", self.command), ("function", self.function), ("harness", self.harness)) if v]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of command, function, harness; got {given or 'none'}")
+        return self
+
+    @field_validator("function")
+    @classmethod
+    def _module_and_name(cls, value: str | None) -> str | None:
+        if value is not None and value.count(":") != 1:
+            raise ValueError(f"{value!r} is not of the form 'module:function'")
+        return value
+
+
+class SamplingConfig(Section):
+    """The distribution that training samples from. It overrides what the harness asks for."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_tokens: PositiveInt | None = None
+
+
+class GatewayConfig(Section):
+    """Where the gateway listens. `url` names one that already runs; then nothing is started."""
+
+    url: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    max_body_bytes: PositiveInt = 32 * 2**20
+    keep_wire: bool = False
+    strict_logprobs: bool = False
+
+
+class ControllerConfig(Section):
+    """Who runs harnesses. `start: false` leaves it to a controller that already runs."""
+
+    start: bool = True
+    backend: Literal["local"] = "local"
+    concurrency: PositiveInt = 8
+
+
+class AlgorithmConfig(Section):
+    """Formulas are in `leyden.algorithms`. `constant_tokens` is C of the `constant` weights."""
+
+    advantage: Literal["grpo", "rloo", "mean_only"] = "grpo"
+    weights: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
+    constant_tokens: PositiveInt | None = None
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0, le=10)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1, le=100)] = 3.0
+    correction_clip: Annotated[float, Field(gt=0, le=100)] = 2.0
+    kl_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
+    entropy_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
+
+    @model_validator(mode="after")
+    def _constant_needs_tokens(self) -> AlgorithmConfig:
+        if (self.weights == "constant") != (self.constant_tokens is not None):
+            raise ValueError("constant_tokens goes with weights: constant, and only with it")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up to a constant rate."""
+
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    betas: tuple[Finite, Finite] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _list_is_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("betas")
+    @classmethod
+    def _within_unit(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in value):
+            raise ValueError(f"{list(value)}: both must be at least 0 and below 1")
+        return value
+
+
+class EmbeddedConfig(Section):
+    """The one-process backend. `slots` requests are sampled at once; `micro_batch_tokens` bounds one backward pass."""
+
+    device: str = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0
+    slots: PositiveInt = 32
+    micro_batch_tokens: PositiveInt = 8192
+
+
+class EvalConfig(Section):
+    """Validation at one policy version. Without `sampling`, the harness's own sampling holds."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    at_start: bool = True
+    at_end: bool = True
+    tasks: PositiveInt | None = None
+    samples: PositiveInt = 1
+    sampling: SamplingConfig | None = None
+
+
+class TrainerConfig(Section):
+    schedule: Literal["sync"] = "sync"
+    steps: PositiveInt = 100
+    groups_per_step: PositiveInt = 8
+    group_size: PositiveInt = 8
+    mini_batches: PositiveInt = 1
+    max_sample_tokens: PositiveInt | None = None
+    checkpoint_every: PositiveInt = 10
+    keep_checkpoints: PositiveInt = 2
+    max_empty_steps: PositiveInt = 5
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _batches_have_rollouts(self) -> TrainerConfig:
+        if self.mini_batches > self.groups_per_step * self.group_size:
+            raise ValueError(
+                f"mini_batches {self.mini_batches} is more than the step's "
+                f"{self.groups_per_step * self.group_size} rollouts"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """A whole run file."""
+
+    run_dir: Path
+    model: ModelConfig
+    data: DataConfig
+    harness: HarnessConfig
+    grader: GraderConfig
+    workspace: WorkspaceConfig = WorkspaceConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    controller: ControllerConfig = ControllerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    eval: EvalConfig = EvalConfig()
+    config_dir: Path = Path()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunConfig:
+        if self.algorithm.advantage in ("grpo", "rloo") and self.trainer.group_size == 1:
+            raise ValueError(
+                f"trainer.group_size 1 gives every rollout advantage 0 under algorithm.advantage "
+                f"{self.algorithm.advantage}; use at least 2"
+            )
+        if self.eval.every and self.data.validation is None:
+            raise ValueError(f"eval.every {self.eval.every} needs data.validation")
+        if self.sampling.max_tokens and self.sampling.max_tokens >= self.model.context_tokens:
+            raise ValueError(
+                f"sampling.max_tokens {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"model.context_tokens {self.model.context_tokens}"
+            )
+        if self.controller.start is False and self.gateway.url is None:
+            raise ValueError("controller.start: false needs gateway.url, or nothing would ever run a harness")
+        return self
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file, apply `key.sub=value` overrides (values are YAML), check, and make paths absolute.
+
+    Raises ConfigError naming the key path, the value, the limit and the nearest valid key.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("", f"cannot read run file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{path} is not YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("", f"{path} holds {type(document).__name__}, not a mapping of settings")
+    for override in overrides or []:
+        _apply_override(document, override)
+    return _absolute(parse(document), path.resolve().parent)
+
+
+def parse(document: dict[str, Any]) -> RunConfig:
+    """Check a document that is already in memory. Raises ConfigError."""
+    if "config_dir" in document:
+        raise ConfigError("config_dir", "is the run file's own folder and cannot be set")
+    try:
+        return RunConfig.model_validate_json(_to_json(document))
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _to_json(document: dict[str, Any]) -> bytes:
+    """JSON, because pydantic's strict mode takes paths and tuples from JSON but not from Python values."""
+    import orjson
+
+    try:
+        return orjson.dumps(document)
+    except TypeError as error:
+        raise ConfigError("", f"only strings, numbers, booleans, lists and mappings are allowed: {error}") from None
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError("", f"override {override!r} is not of the form key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(key, f"{text!r} is not a YAML value: {error}") from None
+    *parents, last = key.split(".")
+    node = document
+    for name in parents:
+        child = node.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(key, f"{name!r} holds {child!r}, which has no keys of its own")
+        node = child
+    node[last] = value
+
+
+def _absolute(config: RunConfig, base: Path) -> RunConfig:
+    def under_base(path: Path) -> Path:
+        return path if path.is_absolute() else base / path
+
+    data = config.data.model_copy(
+        update={
+            "train": under_base(config.data.train),
+            "validation": config.data.validation and under_base(config.data.validation),
+        }
+    )
+    local_model = under_base(Path(config.model.path))
+    model = config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
+    return config.model_copy(
+        update={"run_dir": under_base(config.run_dir), "data": data, "model": model, "config_dir": base}
+    )
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    """The first problem of a pydantic report, as one sentence that names the fix."""
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    path, value = ".".join(location), first["input"]
+    if first["type"] == "extra_forbidden":
+        valid = _keys_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; valid keys are {', '.join(sorted(valid))}"
+        return ConfigError(path, f"unknown key (value {value!r}){hint}")
+    if first["type"] == "missing":
+        return ConfigError(path, "is required and missing")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return ConfigError(path, message)
+    return ConfigError(path, f"{value!r} is refused: {message}")
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for name in location:
+        field = section.model_fields.get(name)
+        nested = _section_of(field.annotation) if field else None
+        if nested is None:
+            return []
+        section = nested
+    return [name for name in section.model_fields if name != "config_dir"]
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType):
+        return next((s for s in map(_section_of, get_args(annotation)) if s), None)
+    return None

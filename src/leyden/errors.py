@@ -1,0 +1,125 @@
+"""Every error that Leyden raises on purpose, named by the boundary at which it is raised.
+
+    LeydenError
+    ├── ConfigError            the run file or a command-line override is wrong
+    ├── RequestError           a caller of the gateway sent something that cannot be served (4xx)
+    │   ├── Unauthorized         no key, a key that is forged, expired or of the wrong scope (401, 403)
+    │   ├── NotFound             the named thing does not exist (404)
+    │   ├── Conflict             a state change that does not apply any more (409)
+    │   ├── TooLarge             a body over its limit (413)
+    │   ├── Unprocessable        a value that is not one, such as a NaN reward (422)
+    │   └── BudgetExceeded       a limit of the rollout: turns, tokens, context (400)
+    ├── EngineError            the inference engine failed or broke its contract
+    │   ├── EngineUnavailable    connection refused or lost, 5xx: worth another try
+    │   └── EngineRejected       the engine said no (4xx): trying again cannot help
+    ├── CaptureError           tokens cannot be recorded exactly: the attempt is incomplete
+    ├── StoreError             the data base is of another version, or damaged
+    ├── GatewayError           the control API could not be reached, or refused (raised by clients)
+    ├── LaunchError            a harness or grader could not be started
+    └── TrainingError          a step cannot be computed or resumed
+
+Who retries: the gateway's engine client retries `EngineUnavailable` until the rollout's deadline; the control
+client retries a connection that was refused; nothing else retries.
+A message names the value, the limit and the fix. Catch by type, never by text.
+"""
+
+from __future__ import annotations
+
+
+class LeydenError(Exception):
+    """Base of all errors below."""
+
+
+class ConfigError(LeydenError):
+    """The run file or an override is wrong. `path` is the key path, for example `trainer.group_size`."""
+
+    def __init__(self, path: str, message: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {message}" if path else message)
+
+
+class RequestError(LeydenError):
+    """A request that the gateway refuses. `status` is the HTTP status, `param` the offending field if any."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class Unauthorized(RequestError):
+    """The key is missing, forged or expired (401), or of another scope or attempt (403)."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self, message: str, *, forbidden: bool = False) -> None:
+        super().__init__(message)
+        if forbidden:
+            self.status, self.code = 403, "forbidden"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class Unprocessable(RequestError):
+    status = 422
+    code = "unprocessable"
+
+
+class BudgetExceeded(RequestError):
+    """A budget of the rollout is used up. 400 and never 429 or 5xx, so that no SDK tries again."""
+
+    code = "budget_exceeded"
+
+
+class EngineError(LeydenError):
+    """The inference engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    pass
+
+
+class EngineRejected(EngineError):
+    pass
+
+
+class CaptureError(LeydenError):
+    """Token ids are missing or contradict each other; the attempt must not be trained."""
+
+
+class StoreError(LeydenError):
+    pass
+
+
+class GatewayError(LeydenError):
+    """The gateway's control API refused a request or could not be reached. `status` is None without a reply."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LaunchError(LeydenError):
+    pass
+
+
+class TrainingError(LeydenError):
+    pass

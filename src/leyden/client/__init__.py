@@ -1,0 +1,57 @@
+"""What a program needs to talk to a running gateway: keys, the control API, the columnar turns, rewards.
+
+Names are imported on first use, so that a grader which only posts a reward does not load aiohttp or Arrow.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leyden.client.arrow import decode, encode
+    from leyden.client.control import ControlClient
+    from leyden.client.keys import control_key, mint, verify
+    from leyden.client.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
+    from leyden.client.reward import post_reward
+    from leyden.client.secret import read_or_create_secret
+
+_HOME = {
+    "Claim": "records",
+    "ControlClient": "control",
+    "ExitReceipt": "records",
+    "Group": "records",
+    "Model": "records",
+    "Recovery": "records",
+    "Rollout": "records",
+    "control_key": "keys",
+    "decode": "arrow",
+    "encode": "arrow",
+    "mint": "keys",
+    "post_reward": "reward",
+    "read_or_create_secret": "secret",
+    "verify": "keys",
+}
+
+__all__ = [
+    "Claim",
+    "ControlClient",
+    "ExitReceipt",
+    "Group",
+    "Model",
+    "Recovery",
+    "Rollout",
+    "control_key",
+    "decode",
+    "encode",
+    "mint",
+    "post_reward",
+    "read_or_create_secret",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,267 @@
+"""Async client of the gateway's control API: one method per route.
+
+A connection that is refused is tried again with growing pauses until `retry_limit_s` (the gateway may be
+restarting); nothing else is. Every failure is a GatewayError: `status` is the HTTP status of a refusal (409:
+somebody else was there first, read again and go on) and None if there was no reply. One client may be used by
+many tasks of one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from leyden.client.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
+from leyden.errors import GatewayError
+from leyden.types import Json, RolloutState, Turn
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+# Below the 5 s after which common servers close an idle connection, so that no request meets a dying socket.
+KEEP_ALIVE_S = 2.0
+
+
+class ControlClient:
+    """`async with ControlClient(url, key) as client: ...`. `timeout_s` bounds one request, its long-poll
+    apart.
+    """
+
+    def __init__(self, url: str, key: str, *, timeout_s: float = 120.0, retry_limit_s: float = 60.0) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._timeout_s = timeout_s
+        self._retry_limit_s = retry_limit_s
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def create_groups(self, groups: Iterable[Json]) -> list[Group]:
+        """Create groups {kind, step, slot, size, task, sampling}; those that exist already are answered as
+        they are.
+        """
+        return _groups(await self._json("POST", "/api/groups", {"groups": list(groups)}))
+
+    async def groups(
+        self, *, kind: str | None = None, step: int | None = None, state: str | None = None
+    ) -> list[Group]:
+        return _groups(
+            await self._json("GET", "/api/groups", query={"kind": kind, "step": step, "state": state})
+        )
+
+    async def consume(self, group_ids: Iterable[str]) -> None:
+        await self._json("POST", "/api/groups/consume", {"group_ids": list(group_ids)})
+
+    async def rollouts(
+        self,
+        *,
+        after: int = 0,
+        states: Iterable[RolloutState] = (),
+        wait_s: float = 0.0,
+        limit: int = 1000,
+        tasks: bool = True,
+    ) -> tuple[list[Rollout], int]:
+        """Rollouts changed after the cursor, oldest change first, and the next cursor. Waits up to `wait_s`
+        for one.
+        """
+        query = {
+            "after": after,
+            "states": ",".join(states) or None,
+            "wait_s": wait_s,
+            "limit": limit,
+            "tasks": None if tasks else 0,
+        }
+        answer = await self._json("GET", "/api/rollouts", query=query, wait_s=wait_s)
+        return [Rollout.from_json(r) for r in answer["rollouts"]], int(answer["cursor"])
+
+    async def rollout(self, rollout_id: str) -> Rollout:
+        return _rollout(await self._json("GET", f"/api/rollouts/{rollout_id}"))
+
+    async def claim(self, rollout_id: str, controller: str) -> Claim:
+        """queued -> running as the next attempt. 409 if it is not queued any more."""
+        answer = await self._json("POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
+        return Claim(Rollout.from_json(answer["rollout"]), answer["agent_key"])
+
+    async def exit(
+        self, rollout_id: str, attempt: int, *, exit_code: int | None, timed_out: bool, reason: str | None
+    ) -> ExitReceipt:
+        """running -> grading; the harness's key ends. Repeating it in state grading answers the same."""
+        body = {"attempt": attempt, "exit_code": exit_code, "timed_out": timed_out, "reason": reason}
+        answer = await self._json("POST", f"/api/rollouts/{rollout_id}/exit", body)
+        return ExitReceipt(Rollout.from_json(answer["rollout"]), answer.get("grader_key"))
+
+    async def finish(self, rollout_id: str, attempt: int, reason: str | None = None) -> Rollout:
+        """grading -> succeeded or failed (agent); an infrastructure failure if no reward was accepted."""
+        body = {"attempt": attempt, "reason": reason}
+        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/finish", body))
+
+    async def infrastructure(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
+        """running or grading -> queued while attempts remain, else failed (infrastructure)."""
+        body = {"attempt": attempt, "reason": reason}
+        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/infrastructure", body))
+
+    async def cancel(self, rollout_id: str, reason: str) -> Rollout:
+        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/cancel", {"reason": reason}))
+
+    async def reward(self, rollout_id: str, attempt: int, value: float) -> None:
+        """Post a reward with the control key. 422 if it is not a finite number, 409 if there is one already."""
+        body = {"value": value, "rollout_id": rollout_id, "attempt": attempt}
+        await self._json("POST", "/api/reward", body)
+
+    async def post_event(self, rollout_id: str, kind: str, data: Json) -> None:
+        await self._json("POST", "/api/events", {"rollout_id": rollout_id, "kind": kind, "data": data})
+
+    async def events(self, rollout_id: str) -> list[Json]:
+        answer = await self._json("GET", "/api/events", query={"rollout_id": rollout_id})
+        return list(answer["events"])
+
+    async def put_model(
+        self, name: str, *, engines: Sequence[str], version: int, lineage: str, context_tokens: int
+    ) -> None:
+        """Say which engines serve `name`, and which weights they hold."""
+        body = {
+            "engines": list(engines),
+            "version": version,
+            "lineage": lineage,
+            "context_tokens": context_tokens,
+        }
+        await self._json("PUT", f"/api/models/{name}", body)
+
+    async def models(self) -> list[Model]:
+        answer = await self._json("GET", "/api/models")
+        return [Model.from_json(m) for m in answer["models"]]
+
+    async def pause(self) -> None:
+        """From now on, model calls are held."""
+        await self._json("POST", "/api/pause", {})
+
+    async def resume(self) -> None:
+        await self._json("POST", "/api/resume", {})
+
+    async def recover(self, *, step: int, version: int) -> Recovery:
+        """Discard groups with tokens of later versions; reopen consumed groups of later steps."""
+        answer = await self._json("POST", "/api/recover", {"step": step, "version": version})
+        return Recovery(tuple(answer["discarded"]), tuple(answer["reopened"]))
+
+    async def turns(self, rollout_ids: Iterable[str]) -> list[Turn]:
+        """Committed turns of each rollout's last attempt."""
+        from leyden.client.arrow import decode
+
+        body = await self._bytes("POST", "/api/turns", {"rollout_ids": list(rollout_ids)})
+        try:
+            return decode(body)
+        except ValueError as error:
+            raise GatewayError(f"the answer of /api/turns is not readable: {error}") from error
+
+    async def health(self) -> Json:
+        return await self._json("GET", "/health")
+
+    async def metrics(self) -> str:
+        """Prometheus text."""
+        return (await self._bytes("GET", "/metrics")).decode()
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        query: dict[str, Any] | None = None,
+        wait_s: float = 0.0,
+    ) -> Json:
+        raw = await self._bytes(method, path, body, query=query, wait_s=wait_s)
+        try:
+            answer = orjson.loads(raw) if raw else {}
+        except orjson.JSONDecodeError as error:
+            raise GatewayError(f"{method} {path}: the answer is not JSON ({error})") from error
+        if not isinstance(answer, dict):
+            raise GatewayError(f"{method} {path}: the answer is {type(answer).__name__}, not an object")
+        return answer
+
+    async def _bytes(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        query: dict[str, Any] | None = None,
+        wait_s: float = 0.0,
+    ) -> bytes:
+        """One request, sent again while the connection is refused."""
+        give_up = time.monotonic() + self._retry_limit_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._once(method, path, body, query, wait_s)
+            except aiohttp.ClientConnectorError as error:
+                if (
+                    not isinstance(error.os_error, ConnectionRefusedError)
+                    or time.monotonic() + pause_s > give_up
+                ):
+                    raise GatewayError(f"no gateway at {self._url}: {error.os_error}") from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise GatewayError(
+                    f"{method} {path}: connection lost: {error or type(error).__name__}"
+                ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _once(
+        self, method: str, path: str, body: Json | None, query: dict[str, Any] | None, wait_s: float
+    ) -> bytes:
+        params = {k: str(v) for k, v in (query or {}).items() if v is not None}
+        headers = {"content-type": "application/json"} if body is not None else {}
+        async with self._session().request(
+            method,
+            self._url + path,
+            params=params,
+            data=None if body is None else orjson.dumps(body),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s + wait_s),
+        ) as response:
+            raw = await response.read()
+            if response.status >= 400:
+                raise GatewayError(
+                    f"{method} {path}: {response.status} {_message(raw)}", status=response.status
+                )
+            return raw
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._http
+
+
+def _message(raw: bytes) -> str:
+    """The server's own words: `error.message` or `error` of a JSON body, else the start of the text."""
+    try:
+        error = orjson.loads(raw)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return raw[:300].decode(errors="replace")
+
+
+def _rollout(answer: Json) -> Rollout:
+    return Rollout.from_json(answer.get("rollout", answer))
+
+
+def _groups(answer: Json) -> list[Group]:
+    return [Group.from_json(g) for g in answer["groups"]]

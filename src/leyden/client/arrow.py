@@ -80,22 +80,25 @@ def _record_batch(turns: list[Turn]) -> Any:
         _lists([t.delta_P for t in turns], np.int32),
         _lists([t.sampled_T for t in turns], np.int32),
         _lists([t.logprobs_T for t in turns], np.float32),
-        _lists([np.array([s.version for s in t.spans]) for t in turns], np.int32),
-        _lists([np.array([s.count for s in t.spans]) for t in turns], np.int32),
+        _lists([np.array([s.version for s in t.spans], np.int32) for t in turns], np.int32),
+        _lists([np.array([s.count for s in t.spans], np.int32) for t in turns], np.int32),
         pa.array([str(t.finish_reason) for t in turns], pa.string()),
         pa.array([t.fork_cause for t in turns], pa.string()),
     ]
     return pa.record_batch(columns, schema=SCHEMA)
 
 
-def _lists(arrays: Sequence[NDArray[Any] | None], dtype: type) -> Any:
+def _lists(arrays: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> Any:
     """A list array whose values are the arrays laid end to end; None becomes a null entry."""
     sizes = [0 if a is None else a.size for a in arrays]
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum(sizes, out=offsets[1:])
     present = [a for a in arrays if a is not None]
-    values: NDArray[Any] = np.concatenate(present, dtype=dtype, casting="same_kind") if sum(sizes) else
-    np.empty(0, dtype) mask = np.array([a is None for a in arrays]) return pa.ListArray.from_arrays(
+    values: NDArray[Any] = np.empty(0, dtype)
+    if present:
+        values = np.concatenate(present, dtype=dtype, casting="same_kind")
+    mask = np.array([a is None for a in arrays])
+    return pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(values), mask=pa.array(mask) if mask.any() else None
     )
 

@@ -1,0 +1,56 @@
+"""The gateway's data base: one SQLite file, opened by the gateway alone.
+
+All writes run in the event-loop thread, one short transaction each, so their order is the order of the calls. Large
+reads (`turns_reader`) run in other threads on a connection of their own; in WAL mode neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from leyden.store.database import connect
+from leyden.store.rollouts import Rollouts, reward_value
+from leyden.store.turns import StoredTurn, Turns
+from leyden.types import Json
+
+__all__ = ["Rollouts", "Store", "StoredTurn", "Turns", "reward_value"]
+
+
+class Store:
+    """`rollouts` and `turns` by their tables, and the registered models. `changed` is called after each change."""
+
+    def __init__(self, path: Path, changed: Callable[[], None] = lambda: None) -> None:
+        self._path = path
+        self._db = connect(path)
+        self.rollouts = Rollouts(self._db, changed)
+        self.turns = Turns(self._db)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def turns_reader(self) -> Iterator[Turns]:
+        """Turns on a read connection of its own, for use in another thread."""
+        connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        try:
+            yield Turns(connection)
+        finally:
+            connection.close()
+
+    def set_model(self, name: str, engines: list[str], version: int, lineage: str, context_tokens: int) -> None:
+        self._db.execute(
+            "INSERT INTO models VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET engines = excluded.engines, "
+            "version = excluded.version, lineage = excluded.lineage, context_tokens = excluded.context_tokens",
+            (name, orjson.dumps(engines).decode(), version, lineage, context_tokens),
+        )
+
+    def models(self) -> dict[str, Json]:
+        rows: list[Any] = self._db.execute("SELECT * FROM models ORDER BY name").fetchall()
+        return {row["name"]: dict(row) | {"engines": orjson.loads(row["engines"])} for row in rows}

@@ -1,0 +1,155 @@
+"""Turns and events: what a harness said to the model, as new tokens only."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from leyden.errors import Conflict, Unauthorized
+from leyden.store.database import transaction
+from leyden.store.pack import (
+    pack_ids,
+    pack_json,
+    pack_logprobs,
+    pack_spans,
+    unpack_ids,
+    unpack_json,
+    unpack_logprobs,
+    unpack_spans,
+)
+from leyden.types import FinishReason, Generation, Ids, Json, Turn, TurnState
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A committed turn with what continuity kept of it."""
+
+    turn: Turn
+    request_key: bytes
+    node: Json
+
+
+class Turns:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def open(self, rollout_id: str, attempt: int, request_key: bytes, wire: Json | None) -> int:
+        """Open a turn if its attempt is the running one. This is where a key's liveness is checked."""
+        row = self._db.execute(
+            "INSERT INTO turns (rollout_id, attempt, state, request_key, created, wire) SELECT ?, ?, 'open', ?, ?, ? "
+            "WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state = 'running') "
+            "RETURNING turn_id",
+            (
+                *(rollout_id, attempt, request_key, time.time(), wire and pack_json(wire)),
+                *(rollout_id, attempt),
+            ),
+        ).fetchone()
+        if row is None:
+            raise Unauthorized(f"attempt {attempt} of rollout {rollout_id} is not running any more", forbidden=True)
+        turn_id: int = row["turn_id"]
+        return turn_id
+
+    def commit(
+        self,
+        turn_id: int,
+        *,
+        parent_id: int | None,
+        fork_cause: str | None,
+        delta: Sequence[int] | Ids,
+        generation: Generation,
+        node: Json,
+    ) -> None:
+        """open -> committed, and the attempt's counts. Conflict: the attempt ended meanwhile; nothing is recorded."""
+        versions = [span.version for span in generation.spans]
+        with transaction(self._db):
+            row = self._db.execute(
+                "UPDATE turns SET state = 'committed', committed = ?, parent_id = ?, fork_cause = ?, delta = ?, "
+                "sampled = ?, logprobs = ?, spans = ?, finish_reason = ?, node = ? "
+                "WHERE turn_id = ? AND state = 'open' RETURNING rollout_id, attempt",
+                (
+                    *(time.time(), parent_id, fork_cause, pack_ids(delta), pack_ids(generation.token_ids_T)),
+                    *(pack_logprobs(generation.logprobs_T), pack_spans(generation.spans)),
+                    *(generation.finish_reason, pack_json(node), turn_id),
+                ),
+            ).fetchone()
+            if row is None:
+                raise Conflict(f"turn {turn_id} is not open any more")
+            self._count(row, len(generation.token_ids_T), versions)
+
+    def _count(self, row: sqlite3.Row, tokens: int, versions: list[int]) -> None:
+        self._db.execute(
+            "UPDATE attempts SET turns = turns + 1, sampled_tokens = sampled_tokens + :tokens, "
+            "min_version = MIN(COALESCE(min_version, :low), :low), "
+            "max_version = MAX(COALESCE(max_version, :high), :high) "
+            "WHERE rollout_id = :rollout_id AND attempt = :attempt",
+            {
+                "tokens": tokens,
+                "low": min(versions, default=None),
+                "high": max(versions, default=None),
+                "rollout_id": row["rollout_id"],
+                "attempt": row["attempt"],
+            },
+        )
+
+    def close(self, turn_id: int, state: TurnState) -> None:
+        """open -> abandoned or failed; a turn that is closed already stays as it is."""
+        self._db.execute("UPDATE turns SET state = ? WHERE turn_id = ? AND state = 'open'", (state, turn_id))
+
+    def lose_open(self) -> int:
+        """After a crash: calls that were open are lost, and their attempts incomplete. Answers how many."""
+        with transaction(self._db):
+            self._db.execute(
+                "UPDATE attempts SET incomplete = 'a model call was lost when the gateway stopped' "
+                "WHERE incomplete IS NULL AND (rollout_id, attempt) IN "
+                "(SELECT rollout_id, attempt FROM turns WHERE state = 'open')"
+            )
+            return self._db.execute("UPDATE turns SET state = 'lost' WHERE state = 'open'").rowcount
+
+    def of_attempt(self, rollout_id: str, attempt: int) -> Iterator[StoredTurn]:
+        """Committed turns of one attempt in the order of their ids."""
+        rows = self._db.execute(
+            "SELECT * FROM turns WHERE rollout_id = ? AND attempt = ? AND state = 'committed' ORDER BY turn_id",
+            (rollout_id, attempt),
+        )
+        return (StoredTurn(_turn(row), row["request_key"], unpack_json(row["node"])) for row in rows)
+
+    def of_rollouts(self, rollout_ids: Sequence[str]) -> Iterator[Turn]:
+        """Committed turns of each rollout's current attempt, in the order of `rollout_ids` and of their ids."""
+        for rollout_id in rollout_ids:
+            rows = self._db.execute(
+                "SELECT t.* FROM turns t JOIN rollouts r ON r.rollout_id = t.rollout_id AND r.attempt = t.attempt "
+                "WHERE t.rollout_id = ? AND t.state = 'committed' ORDER BY t.turn_id",
+                (rollout_id,),
+            )
+            yield from map(_turn, rows)
+
+    def add_event(self, rollout_id: str, attempt: int, kind: str, data: Json) -> int:
+        row = self._db.execute(
+            "INSERT INTO events (rollout_id, attempt, kind, data, created) VALUES (?, ?, ?, ?, ?) RETURNING seq",
+            (rollout_id, attempt, kind, orjson.dumps(data).decode(), time.time()),
+        ).fetchone()
+        seq: int = row["seq"]
+        return seq
+
+    def events(self, rollout_id: str) -> list[Json]:
+        rows = self._db.execute("SELECT * FROM events WHERE rollout_id = ? ORDER BY seq", (rollout_id,))
+        return [dict(row) | {"data": orjson.loads(row["data"])} for row in rows.fetchall()]
+
+
+def _turn(row: sqlite3.Row) -> Turn:
+    return Turn(
+        turn_id=row["turn_id"],
+        rollout_id=row["rollout_id"],
+        attempt=row["attempt"],
+        parent_id=row["parent_id"],
+        delta_P=unpack_ids(row["delta"]),
+        sampled_T=unpack_ids(row["sampled"]),
+        logprobs_T=unpack_logprobs(row["logprobs"]),
+        spans=unpack_spans(row["spans"]),
+        finish_reason=FinishReason(row["finish_reason"]),
+        fork_cause=row["fork_cause"],
+    )

@@ -1,12 +1,17 @@
-"""The run file: one YAML document, typed and frozen. An unknown key, a wrong type or an impossible combination is
-refused with its key path, its value and the nearest valid key. `cli.py` reads it; nothing else reads settings.
+"""The run file: one YAML document, typed and frozen. An unknown key, a wrong type or an impossible
+combination is refused with its key path, its value and the nearest valid key. `cli.py` reads it; nothing else
+reads settings.
 
-Durations are seconds (`_s`), sizes are bytes (`_bytes`) or tokens (`_tokens`). Relative paths start at the run file.
+Durations are seconds (`_s`), sizes are bytes (`_bytes`) or tokens (`_tokens`). Relative paths start at the
+run file.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import math
+import re
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -45,10 +50,11 @@ class DataConfig(Section):
 
 
 class WorkspaceConfig(Section):
-    """What lies in an attempt's working directory: a copy of `template` and the files of the task's field `files`.
+    """What lies in an attempt's working directory: a copy of `template` and the files of the task's field
+    `files`.
 
-    `template` is a folder, as a Jinja template over `task`. `files` names a field of the task that maps relative
-    paths to text.
+    `template` is a folder, as a Jinja template over `task`. `files` names a field of the task that maps
+    relative paths to text.
     """
 
     template: str | None = None
@@ -59,9 +65,10 @@ class WorkspaceConfig(Section):
 class HarnessConfig(Section):
     """How to start the harness on one task.
 
-    `command` is an argument list without a shell; each item, and each value of `env`, is a Jinja template over
-    `task`, `workspace`, `run_dir`, `config_dir`, `rollout_id`, `model`. With `preload`, a launcher imports those
-    modules once with the interpreter `python` and forks; `command[0]` is then a console script of that interpreter.
+    `command` is an argument list without a shell; each item, and each value of `env`, is a Jinja template
+    over `task`, `workspace`, `run_dir`, `config_dir`, `rollout_id`, `model`. With `preload`, a launcher
+    imports those modules once with the interpreter `python` and forks; `command[0]` is then a console script
+    of that interpreter.
     """
 
     command: Annotated[list[str], Field(min_length=1)]
@@ -75,7 +82,9 @@ class HarnessConfig(Section):
 
 
 class GraderConfig(Section):
-    """How a finished attempt gets its reward: exactly one of `command`, `function` (`module:name`), `harness: true`."""
+    """How a finished attempt gets its reward: exactly one of `command`, `function` (`module:name`), `harness:
+    true`.
+    """
 
     command: list[str] | None = None
     function: str | None = None
@@ -85,7 +94,11 @@ class GraderConfig(Section):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> GraderConfig:
-        given = [n for n, v in (("command", self.command), ("function", self.function), ("harness", self.harness)) if v]
+        given = [
+            n
+            for n, v in (("command", self.command), ("function", self.function), ("harness", self.harness))
+            if v
+        ]
         if len(given) != 1:
             raise ValueError(f"give exactly one of command, function, harness; got {given or 'none'}")
         return self
@@ -171,7 +184,9 @@ class OptimizerConfig(Section):
 
 
 class EmbeddedConfig(Section):
-    """The one-process backend. `slots` requests are sampled at once; `micro_batch_tokens` bounds one backward pass."""
+    """The one-process backend. `slots` requests are sampled at once; `micro_batch_tokens` bounds one backward
+    pass.
+    """
 
     device: str = "auto"
     threads: Annotated[int, Field(ge=0)] = 0
@@ -256,7 +271,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     Raises ConfigError naming the key path, the value, the limit and the nearest valid key.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = _yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("", f"cannot read run file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -273,19 +288,50 @@ def parse(document: dict[str, Any]) -> RunConfig:
     if "config_dir" in document:
         raise ConfigError("config_dir", "is the run file's own folder and cannot be set")
     try:
-        return RunConfig.model_validate_json(_to_json(document))
+        # JSON, because pydantic's strict mode takes paths and tuples from JSON but not from Python values.
+        return RunConfig.model_validate_json(json.dumps(_plain(document)))
     except ValidationError as error:
         raise _explain(error) from None
 
 
-def _to_json(document: dict[str, Any]) -> bytes:
-    """JSON, because pydantic's strict mode takes paths and tuples from JSON but not from Python values."""
-    import orjson
+def _plain(value: Any, path: str = "") -> Any:
+    """`value` if JSON can say it exactly. Raises ConfigError with the key path of what it cannot."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{path}.{key}".lstrip("."), f"key {key!r} is not a string; quote it")
+        return {key: _plain(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, f"{path}.{index}".lstrip(".")) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(path, f"{value} is refused: give a finite number")
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(path, f"{value!r} is {type(value).__name__}, which no setting takes; quote it")
 
-    try:
-        return orjson.dumps(document)
-    except TypeError as error:
-        raise ConfigError("", f"only strings, numbers, booleans, lists and mappings are allowed: {error}") from None
+
+class _Loader(yaml.SafeLoader):
+    """YAML as the run file means it: 1e-3 is a number (YAML 1.2), and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for position, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:position]):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -293,7 +339,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError("", f"override {override!r} is not of the form key.sub=value")
     try:
-        value = yaml.safe_load(text)
+        value = _yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(key, f"{text!r} is not a YAML value: {error}") from None
     *parents, last = key.split(".")
@@ -317,7 +363,9 @@ def _absolute(config: RunConfig, base: Path) -> RunConfig:
         }
     )
     local_model = under_base(Path(config.model.path))
-    model = config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
+    model = (
+        config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
+    )
     return config.model_copy(
         update={"run_dir": under_base(config.run_dir), "data": data, "model": model, "config_dir": base}
     )

@@ -1,0 +1,65 @@
+import math
+
+import numpy as np
+import pytest
+
+from leyden.algorithms.advantages import advantages
+
+METHODS = ["grpo", "rloo", "mean_only"]
+
+
+def test_grpo_hand_computed():
+    # mean 0.5, sample std sqrt(1/3)
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    np.testing.assert_allclose(
+        advantages([1, 0, 1, 0], "grpo"), [expected, -expected, expected, -expected], rtol=1e-12
+    )
+
+
+def test_statistics_leave_out_the_lost_rollout():
+    """L06: three valid rewards, not four with a zero."""
+    np.testing.assert_allclose(advantages([1, 1, 0], "grpo"), [0.57735, 0.57735, -1.15470], atol=1e-5)
+    np.testing.assert_allclose(advantages([1, 0, 0], "grpo"), [1.15470, -0.57735, -0.57735], atol=1e-5)
+    np.testing.assert_allclose(advantages([1, 0, 0], "mean_only"), [2 / 3, -1 / 3, -1 / 3], atol=1e-12)
+
+
+def test_rloo_is_reward_minus_mean_of_the_others():
+    rewards = [0.5, 2.0, -3.5, 1.0]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    np.testing.assert_allclose(advantages(rewards, "rloo"), expected, rtol=1e-12)
+
+
+def test_means_are_per_group():
+    """L12: means 0.5 and 0.25, never raw rewards."""
+    np.testing.assert_allclose(advantages([1, 0, 1, 0], "mean_only"), [0.5, -0.5, 0.5, -0.5])
+    np.testing.assert_allclose(advantages([0, 0, 0, 1], "mean_only"), [-0.25, -0.25, -0.25, 0.75])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_group_of_one_is_zero(method):
+    """L03."""
+    assert advantages([1.0], method).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounding_is_not_spread(method):
+    """L04: 0.1 + 0.2 differs from 0.3 in the last bit only."""
+    assert advantages([0.3, 0.1 + 0.2, 0.3, 0.3], method).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert advantages([0.0, 0.0], method).tolist() == [0.0, 0.0]
+
+
+def test_small_but_real_spread_is_kept():
+    assert advantages([1000.0, 1000.001], "mean_only") == pytest.approx([-0.0005, 0.0005])
+
+
+def test_odd_rewards_are_kept():
+    """L05: 2 and -3.5 and True are rewards like others."""
+    result = advantages([2, -3.5, True], "mean_only")
+    np.testing.assert_allclose(result, [2 + 1 / 6, -3.5 + 1 / 6, 1 + 1 / 6])
+    assert result.dtype == np.float64
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite_is_refused(bad):
+    with pytest.raises(ValueError, match="must be finite"):
+        advantages([1.0, bad], "grpo")

@@ -121,7 +121,7 @@ class ControlClient:
         return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/cancel", {"reason": reason}))
 
     async def reward(self, rollout_id: str, attempt: int, value: float) -> None:
-        """Post a reward with the control key. 422 if it is not a finite number, 409 if there is one already."""
+        """Post a reward with the control key. 422 unless it is a finite number, 409 if there is one already."""
         body = {"value": value, "rollout_id": rollout_id, "attempt": attempt}
         await self._json("POST", "/api/reward", body)
 

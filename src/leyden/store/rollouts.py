@@ -56,7 +56,7 @@ class Rollouts:
         given = {name: value for name, value in filters.items() if value is not None}
         where = " AND ".join(f"{name} = ?" for name in given) or "1"
         rows = self._db.execute(
-            f"SELECT group_id FROM groups WHERE {where} ORDER BY kind, step, slot, group_id",  # noqa: S608
+            f"SELECT group_id FROM groups WHERE {where} ORDER BY kind, step, slot, group_id",
             tuple(given.values()),
         )
         return [self._group(row["group_id"]) for row in rows.fetchall()]
@@ -117,9 +117,7 @@ class Rollouts:
     def claim(self, rollout_id: str, controller: str) -> Json:
         """queued -> running, with a new attempt that belongs to `controller`."""
         with transaction(self._db):
-            row = self._move(
-                rollout_id, "state = 'running', attempt = attempt + 1, reason = NULL", "state = 'queued'"
-            )
+            row = self._move(rollout_id, "state = 'running', attempt = attempt + 1, reason = NULL", "state = 'queued'")
             self._db.execute(
                 "INSERT INTO attempts (rollout_id, attempt, controller, started) VALUES (?, ?, ?, ?)",
                 (rollout_id, row["attempt"], controller, time.time()),
@@ -188,7 +186,7 @@ class Rollouts:
         with transaction(self._db):
             done = self._db.execute(
                 "UPDATE attempts SET reward = ? WHERE rollout_id = ? AND attempt = ? AND reward IS NULL AND EXISTS "
-                f"(SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state IN {states})",  # noqa: S608
+                f"(SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state IN {states})",
                 (value, rollout_id, attempt, rollout_id, attempt),
             )
             if done.rowcount == 0:
@@ -265,7 +263,7 @@ class Rollouts:
         self, rollout_id: str, assignments: str, condition: str, *arguments: Any, values: tuple[Any, ...] = ()
     ) -> sqlite3.Row:
         row: sqlite3.Row | None = self._db.execute(
-            f"UPDATE rollouts SET {assignments}, change = ? WHERE rollout_id = ? AND {condition} RETURNING *",  # noqa: S608
+            f"UPDATE rollouts SET {assignments}, change = ? WHERE rollout_id = ? AND {condition} RETURNING *",
             (*values, self._next_change(), rollout_id, *arguments),
         ).fetchone()
         if row is None:
@@ -287,16 +285,14 @@ class Rollouts:
     def _discard(self, group_id: str, reason: str) -> None:
         self._db.execute("UPDATE groups SET state = 'discarded' WHERE group_id = ?", (group_id,))
         for rollout_id in self._ids(
-            f"SELECT rollout_id FROM rollouts WHERE group_id = ? AND state NOT IN ({_TERMINAL})",  # noqa: S608
+            f"SELECT rollout_id FROM rollouts WHERE group_id = ? AND state NOT IN ({_TERMINAL})",
             group_id,
         ):
             self._cancel(rollout_id, reason)
 
     def _close_turns(self, rollout_id: str) -> None:
         """Nobody waits for the calls of a harness that is gone."""
-        self._db.execute(
-            "UPDATE turns SET state = 'abandoned' WHERE rollout_id = ? AND state = 'open'", (rollout_id,)
-        )
+        self._db.execute("UPDATE turns SET state = 'abandoned' WHERE rollout_id = ? AND state = 'open'", (rollout_id,))
 
     def _no_reward(self, rollout_id: str, attempt: int, value: float) -> str:
         current = self.get(rollout_id)

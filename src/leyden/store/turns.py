@@ -30,6 +30,7 @@ class StoredTurn:
 
     turn: Turn
     request_key: bytes
+    created: float
     node: Json
 
 
@@ -115,7 +116,7 @@ class Turns:
             "SELECT * FROM turns WHERE rollout_id = ? AND attempt = ? AND state = 'committed' ORDER BY turn_id",
             (rollout_id, attempt),
         )
-        return (StoredTurn(_turn(row), row["request_key"], unpack_json(row["node"])) for row in rows)
+        return (StoredTurn(_turn(row), row["request_key"], row["created"], unpack_json(row["node"])) for row in rows)
 
     def of_rollouts(self, rollout_ids: Sequence[str]) -> Iterator[Turn]:
         """Committed turns of each rollout's current attempt, in the order of `rollout_ids` and of their ids."""

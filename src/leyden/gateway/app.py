@@ -1,0 +1,212 @@
+"""The gateway as a program: build the application from a run file, listen, say where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from leyden.client import read_or_create_secret
+from leyden.config import RunConfig
+from leyden.errors import ConfigError, LeydenError
+from leyden.gateway.admission import Admission
+from leyden.gateway.control_routes import ControlApi, starlette_routes
+from leyden.gateway.engines import HttpEngine
+from leyden.gateway.feed import Feed
+from leyden.gateway.http import JsonResponse
+from leyden.gateway.metrics import Metrics
+from leyden.gateway.model_routes import KEEP_ALIVE_S, ModelEndpoint, ModelList
+from leyden.gateway.models import Models
+from leyden.gateway.render import ModelRenderer
+from leyden.gateway.turn import Engine, TurnService
+from leyden.store import Store
+
+log = logging.getLogger(__name__)
+LOCK_WAIT_S = 20.0
+IDLE_CONNECTION_S = 3600
+
+
+def build(
+    config: RunConfig,
+    secret: bytes,
+    *,
+    renderer: ModelRenderer | None = None,
+    engine: Engine | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
+) -> Starlette:
+    """The ASGI application on the run folder's store. Tests inject an engine, a renderer or a shorter keep-alive."""
+    feed = Feed()
+    store = Store(config.run_dir / "store.sqlite", feed.notify)
+    lost = store.turns.lose_open()
+    if lost:
+        log.warning("%d model calls were open when the gateway stopped; their attempts will be run again", lost)
+    metrics = Metrics()
+    models = Models(store, config.model.name, config.model.context_tokens)
+    admission = Admission(ready=models.ready)
+    http_engine = HttpEngine()
+    turns = TurnService(
+        config,
+        store,
+        renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history),
+        engine or http_engine,
+        admission,
+        models,
+        metrics,
+    )
+    api = ControlApi(config, secret, store, turns, admission, models, feed, metrics)
+    chat = ModelEndpoint(turns, secret, config.gateway.max_body_bytes, keep_alive_s)
+    listing = ModelList(secret, config.model.name)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        await http_engine.close()
+        store.close()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/rollouts/{rollout_id}/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", listing, methods=["GET"]),
+            Route("/rollouts/{rollout_id}/v1/models", listing, methods=["GET"]),
+            Route("/health", _health, methods=["GET"]),
+            *starlette_routes(api),
+        ],
+        exception_handlers={404: _no_route, 405: _no_route},
+        lifespan=lifespan,
+    )
+    app.state.turns = turns
+    return app
+
+
+def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None = None) -> None:
+    """Run the gateway until it is told to stop. Writes `gateway.json` in the run folder once it listens.
+
+    `with_parent` ends it when standard input closes. Raises ConfigError for an open address without a secret.
+    """
+    _check_address(config, secret)
+    config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _lock(config.run_dir / "gateway.lock"):
+        app = build(config, secret or read_or_create_secret(config.run_dir))
+        listener = _listen(config)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        server = _Server(app)
+        if with_parent:
+            threading.Thread(target=_stop_with_parent, args=(server,), daemon=True).start()
+        _announce(config.run_dir, url)
+        log.info("gateway listens on %s", url)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
+
+class _Server(uvicorn.Server):
+    """Calls cut off by a stop are lost, not abandoned: their attempts are run again."""
+
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=1,
+                backlog=4096,
+            )
+        )
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.turns.closing = True
+        await super().shutdown(sockets)
+
+
+def _check_address(config: RunConfig, secret: bytes | None) -> None:
+    host = config.gateway.host
+    if host not in ("127.0.0.1", "::1", "localhost") and secret is None:
+        raise ConfigError(
+            "gateway.host",
+            f"{host!r} can be reached from other machines; set LEYDEN_SECRET to a secret of at least 32 bytes, "
+            "or listen on 127.0.0.1",
+        )
+
+
+def _listen(config: RunConfig) -> socket.socket:
+    """Bind the configured port, else the port of the last start, else any free one."""
+    host = "127.0.0.1" if config.gateway.host == "localhost" else config.gateway.host
+    last = _last_port(config.run_dir)
+    for port in [config.gateway.port] if config.gateway.port else [last, 0]:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            return listener
+        except OSError as error:
+            listener.close()
+            if port == config.gateway.port:
+                raise ConfigError("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+    raise AssertionError("port 0 always binds or raises")
+
+
+def _last_port(run_dir: Path) -> int:
+    try:
+        return urlsplit(json.loads((run_dir / "gateway.json").read_text())["url"]).port or 0
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _announce(run_dir: Path, url: str) -> None:
+    temporary = run_dir / "gateway.json.new"
+    temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    temporary.replace(run_dir / "gateway.json")
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One gateway per store. A predecessor that is still stopping is waited for."""
+    with path.open("a+") as file:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise LeydenError(f"another gateway holds {path}; stop it first") from None
+                time.sleep(0.05)
+        yield
+
+
+def _stop_with_parent(server: uvicorn.Server) -> None:
+    sys.stdin.buffer.read()
+    server.should_exit = True
+
+
+async def _health(_request: Request) -> Response:
+    return JsonResponse({"status": "ok"})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = f"{request.method} {request.url.path} is not served here; see the gateway's routes in the documentation"
+    return JsonResponse({"error": {"message": message, "code": "not_found", "param": None}}, status_code=status)

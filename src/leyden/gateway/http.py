@@ -1,0 +1,65 @@
+"""Small HTTP pieces that both kinds of routes use: bounded bodies and JSON answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from leyden.errors import RequestError, TooLarge
+
+
+class ClientGone(Exception):
+    """The caller hung up while its request was being read."""
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises TooLarge beyond `limit` bytes, before they are read where the length is declared."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"the body has {int(declared)} bytes; the limit is {limit} (gateway.max_body_bytes)")
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise TooLarge(f"the body has more than {limit} bytes (gateway.max_body_bytes)")
+        if not message.get("more_body"):
+            return b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object. Raises RequestError for bad UTF-8, lone surrogates, NaN, too deep nesting, or another type."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is not a JSON object", code="invalid_json")
+    return value
+
+
+async def send_json(send: Send, status: int, content: Any) -> None:
+    body = orjson.dumps(content)
+    await start(send, status, b"application/json", len(body))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def start(send: Send, status: int, content_type: bytes, length: int | None = None) -> None:
+    headers = [(b"content-type", content_type), (b"cache-control", b"no-store")]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    await send({"type": "http.response.start", "status": status, "headers": headers})

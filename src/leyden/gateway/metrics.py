@@ -1,0 +1,26 @@
+"""Counters of one gateway, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.turns = Counter("leyden_turns", "Model calls by how they ended", ["state"], registry=self.registry)
+        self.tokens = Counter("leyden_sampled_tokens", "Tokens of committed turns", registry=self.registry)
+        self.forks = Counter("leyden_forks", "Turns that did not continue one", ["cause"], registry=self.registry)
+        self.replays = Counter("leyden_replays", "Retries answered from the record", registry=self.registry)
+        self.ignored = Counter("leyden_ignored_fields", "Fields without effect", ["field"], registry=self.registry)
+        self.no_logprobs = Counter(
+            "leyden_turns_without_logprobs", "Turns whose log-probs were missing or not finite", registry=self.registry
+        )
+        self.engine_errors = Counter("leyden_engine_errors", "Broken engine calls", registry=self.registry)
+        self.held_seconds = Counter("leyden_held_seconds", "Time calls were held", registry=self.registry)
+        self.in_flight = Gauge("leyden_calls_in_flight", "Model calls open now", registry=self.registry)
+        self.engine_seconds = Histogram("leyden_engine_seconds", "Time of one engine call", registry=self.registry)
+
+    def text(self) -> bytes:
+        text: bytes = generate_latest(self.registry)
+        return text

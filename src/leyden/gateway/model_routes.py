@@ -1,0 +1,132 @@
+"""The routes that harnesses call. One ASGI endpoint serves any protocol: parse, answer, reply.
+
+The answer is sent when it is committed. Until then the caller sees nothing for `KEEP_ALIVE_S`, so that errors keep
+their status; after that bytes without meaning, which SDKs skip: SSE comments in a stream, blanks before a JSON body.
+A caller that hangs up cancels its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from leyden.errors import LeydenError, RequestError, Unauthorized
+from leyden.gateway.attempts import Delivery
+from leyden.gateway.auth import authenticate
+from leyden.gateway.http import ClientGone, parse_object, read_body, send_json, start
+from leyden.gateway.turn import TurnService
+from leyden.protocols import ChatReply, ChatRequest, openai_chat
+from leyden.types import Json
+from leyden.types import Scope as KeyScope
+
+KEEP_ALIVE_S = 10.0
+SSE_COMMENT = b": keep-alive\n\n"
+BLANK = b" "
+
+
+class ModelEndpoint:
+    """POST of one protocol, as an ASGI application."""
+
+    def __init__(self, turns: TurnService, secret: bytes, max_body_bytes: int, keep_alive_s: float) -> None:
+        self._turns = turns
+        self._secret = secret
+        self._max_body_bytes = max_body_bytes
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            claims = authenticate(headers, self._secret, {KeyScope.AGENT})
+            _check_path(scope, claims.rollout_id)
+            body = parse_object(await read_body(scope, receive, self._max_body_bytes))
+            request = openai_chat.parse(body)
+        except ClientGone:
+            return
+        except RequestError as error:
+            await send_json(send, error.status, openai_chat.error(error))
+            return
+        retried = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        work = asyncio.create_task(self._turns.answer(claims, request, retried=retried, wire=body))
+        gone = asyncio.create_task(_hang_up(receive))
+        try:
+            await self._deliver(request, work, gone, send)
+        finally:
+            gone.cancel()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LeydenError):
+                await work
+
+    async def _deliver(
+        self, request: ChatRequest, work: asyncio.Task[Delivery], gone: asyncio.Task[None], send: Send
+    ) -> None:
+        started = False
+        while not work.done():
+            await asyncio.wait({work, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return
+            if not work.done():
+                if not started:
+                    await start(send, 200, b"text/event-stream" if request.stream else b"application/json")
+                    started = True
+                filler = SSE_COMMENT if request.stream else BLANK
+                await send({"type": "http.response.body", "body": filler, "more_body": True})
+        try:
+            delivery = work.result()
+        except RequestError as error:
+            await self._fail(request, error, send, started=started)
+            return
+        assert delivery.reply is not None
+        content = _content(delivery.reply, request)
+        if not started:
+            kind = b"text/event-stream" if request.stream else b"application/json"
+            await start(send, 200, kind, len(content))
+        await send({"type": "http.response.body", "body": content})
+        delivery.delivered = not gone.done()
+
+    async def _fail(self, request: ChatRequest, error: RequestError, send: Send, *, started: bool) -> None:
+        """With its status where none was sent; in the stream; else by cutting the answer, so that the SDK tries again
+        and then gets the status."""
+        if not started:
+            await send_json(send, error.status, openai_chat.error(error))
+        elif request.stream:
+            await send({"type": "http.response.body", "body": openai_chat.event(openai_chat.error(error))})
+        else:
+            raise ConnectionAbortedError(str(error))
+
+
+class ModelList:
+    """GET /v1/models."""
+
+    def __init__(self, secret: bytes, name: str) -> None:
+        self._secret = secret
+        self._name = name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            authenticate(Headers(scope=scope), self._secret, {KeyScope.AGENT, KeyScope.CONTROL})
+            answer: Json = openai_chat.models([self._name])
+            await send_json(send, 200, answer)
+        except RequestError as error:
+            await send_json(send, error.status, openai_chat.error(error))
+
+
+def _content(reply: ChatReply, request: ChatRequest) -> bytes:
+    if request.stream:
+        return b"".join(openai_chat.stream(reply, include_usage=request.include_usage))
+    return orjson.dumps(openai_chat.reply(reply))
+
+
+def _check_path(scope: Scope, rollout_id: str) -> None:
+    """`/rollouts/ID/...` must name the key's own rollout."""
+    named = scope.get("path_params", {}).get("rollout_id")
+    if named is not None and named != rollout_id:
+        raise Unauthorized(f"this key belongs to another rollout than {named!r}", forbidden=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,134 @@
+"""Messages to token ids and back, for one model: a thin layer over the `renderers` library.
+
+Two renderer instances serve the same tokenizer. The first keeps the template's own rule for earlier reasoning, so it
+refuses to bridge where the template would drop reasoning; the second keeps all of it. Where no assistant message on
+the path holds reasoning the two give the same text, and the second is used because it bridges user messages too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from leyden.errors import ConfigError
+from leyden.types import Json
+
+
+class ModelRenderer:
+    """Renders, bridges and parses for one model. Not thread-safe while one call runs; calls share no state."""
+
+    def __init__(self, model_path: str, renderer: str, thinking_history: Literal["template", "keep"]) -> None:
+        self._tokenizer = _load_tokenizer(model_path)
+        keep = _create(self._tokenizer, renderer, model_path, "all")
+        self._keep = keep
+        self._template = keep if thinking_history == "keep" else _create(self._tokenizer, renderer, model_path, None)
+        self.stop_token_ids: list[int] = list(keep.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
+        """The prompt of a conversation from its beginning, with the generation prompt at its end."""
+        ids: list[int] = self._template.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
+        return ids
+
+    def bridge(
+        self,
+        prompt_ids: list[int],
+        sampled_ids: list[int],
+        new_messages: Sequence[Json],
+        tools: Sequence[Json],
+        *,
+        reasoning: bool,
+    ) -> list[int] | None:
+        """prompt + sampled + `new_messages` + generation prompt; None if the template does not continue like that.
+
+        `reasoning` says whether any assistant message up to here holds reasoning.
+        """
+        renderer = self._template if reasoning else self._keep
+        rendered = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, list(new_messages), tools=_specs(tools))
+        if rendered is None:
+            return None
+        ids: list[int] = rendered.token_ids
+        kept = len(prompt_ids) + len(sampled_ids)
+        return ids if len(ids) > kept and ids[:kept] == [*prompt_ids, *sampled_ids] else None
+
+    def parse(
+        self,
+        sampled_ids: list[int],
+        prompt_ids: list[int],
+        tools: Sequence[Json],
+        *,
+        call_prefix: str,
+        stop_string: str | None,
+    ) -> Json:
+        """The assistant message that the sampled ids spell.
+
+        Tool calls only where tools were offered and every call parses; else the reply is literal text, as a deployed
+        server would send it. Ids of calls are `call_prefix` and a number, so a replay answers the same.
+        """
+        parsed = self._keep.parse_response(sampled_ids, tools=_specs(tools), prompt_ids=prompt_ids)
+        message: Json = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = parsed.tool_calls
+        if calls and tools and all(call.status.value == "ok" for call in calls):
+            message["tool_calls"] = [_tool_call(call, f"{call_prefix}{i}") for i, call in enumerate(calls)]
+        elif calls or not parsed.reasoning_content:
+            message["content"] = self._literal(sampled_ids, after_reasoning=bool(parsed.reasoning_content))
+        if stop_string is not None:
+            message["content"] = message["content"].split(stop_string, 1)[0]
+        return message
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of it, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _literal(self, sampled_ids: list[int], *, after_reasoning: bool) -> str:
+        ids = [i for i in sampled_ids if i not in self.stop_token_ids]
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return text.rpartition("</think>")[2].lstrip("\n") if after_reasoning else text
+
+
+def _load_tokenizer(model_path: str) -> Any:
+    from renderers.base import load_tokenizer
+
+    try:
+        return load_tokenizer(model_path)
+    except Exception as error:
+        raise ConfigError(
+            "model.path", f"{model_path!r} has no tokenizer that loads: {error}; give a Hugging Face model folder"
+        ) from error
+
+
+def _create(tokenizer: Any, renderer: str, model_path: str, retention: str | None) -> Any:
+    from renderers import create_renderer
+    from renderers.configs import RendererConfig
+
+    settings = {"name": renderer} | ({"thinking_retention": retention} if retention else {})
+    try:
+        typed: Any = TypeAdapter(RendererConfig).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError("model.renderer", f"{renderer!r} is refused: {error.errors()[0]['msg']}") from error
+    try:
+        made = create_renderer(tokenizer, typed)
+    except Exception as error:
+        raise ConfigError("model.renderer", f"{renderer!r} does not fit {model_path!r}: {error}") from error
+    if type(made).__name__ == "DefaultRenderer":
+        raise ConfigError(
+            "model.renderer",
+            f"{renderer!r} finds no exact renderer for {model_path!r}; name its family, for example 'qwen3'",
+        )
+    return made
+
+
+def _specs(tools: Sequence[Json]) -> list[Any] | None:
+    return list(tools) or None
+
+
+def _tool_call(call: Any, call_id: str) -> Json:
+    arguments = {} if call.arguments is None else call.arguments
+    return {
+        "id": call.id or call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }

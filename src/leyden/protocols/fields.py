@@ -1,0 +1,73 @@
+"""What Leyden does with each field of each protocol: one table, which the docs print and tests walk.
+
+`overridden`: training samples from the run file's distribution; in evaluation the harness's own value holds.
+`honoured`: it has its documented effect. `ignored`: accepted, without effect, counted. `refused`: a 400 that names it.
+A field that is not in the table is ignored and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from leyden.errors import RequestError
+
+
+class FieldClass(StrEnum):
+    OVERRIDDEN = "overridden"
+    HONOURED = "honoured"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+_OPENAI_CHAT = {
+    FieldClass.OVERRIDDEN: (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("seed", "logprobs", "top_logprobs"),
+    ),
+    FieldClass.HONOURED: (
+        *("model", "messages", "tools", "stop", "n", "stream", "stream_options"),
+        *("max_tokens", "max_completion_tokens"),
+    ),
+    FieldClass.IGNORED: (
+        *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "metadata"),
+        *("store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
+        *("prediction", "web_search_options", "return_token_ids"),
+    ),
+    FieldClass.REFUSED: ("logit_bias", "audio", "modalities", "functions", "function_call"),
+}
+
+FIELDS: dict[str, dict[str, FieldClass]] = {
+    "openai-chat": {name: kind for kind, names in _OPENAI_CHAT.items() for name in names},
+}
+
+_REFUSALS = {
+    "logit_bias": "it would change the distribution that is trained; leave it out",
+    "audio": "only text can be recorded; leave it out",
+    "modalities": 'only text can be recorded; leave it out or send ["text"]',
+    "functions": "send `tools` instead",
+    "function_call": "send `tool_choice` instead",
+}
+
+
+def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Raise RequestError for a refused field that is set; answer the names of the ignored ones that are set."""
+    table = FIELDS[protocol]
+    ignored = []
+    for name, value in body.items():
+        kind = table.get(name, FieldClass.IGNORED)
+        if value is None or (name, value) == ("modalities", ["text"]) or value in ({}, []):
+            continue
+        if kind is FieldClass.REFUSED:
+            raise RequestError(f"{name} is not supported: {_REFUSALS[name]}", param=name, code="unsupported_parameter")
+        if kind is FieldClass.IGNORED:
+            ignored.append(name)
+    return tuple(ignored)
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """(protocol, field, class) for the docs."""
+    for protocol, table in FIELDS.items():
+        for name, kind in table.items():
+            yield protocol, name, kind.value

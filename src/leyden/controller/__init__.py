@@ -1,0 +1,1 @@
+"""Starts, watches and grades harness runs, and reports them to the gateway."""

@@ -1,0 +1,1 @@
+"""Where harnesses run. `local`: processes of this machine."""

@@ -1,0 +1,99 @@
+"""A job: one process tree of an attempt, its harness or one try of its grader, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+TIMEOUT = "timeout"
+CANCELLED = "cancelled"
+LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run. With `fork`, a Python command runs in a fork of the launcher if that is possible.
+
+    `directory` gets the job's exit.json; `log` is appended to, `log_bytes` at most.
+    """
+
+    job_id: str
+    directory: Path
+    argv: tuple[str, ...]
+    cwd: Path
+    env: dict[str, str] = field(repr=False)
+    log: Path
+    log_bytes: int
+    fork: bool
+    learn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a job ended. Times are Unix seconds; `killed` says why it was killed, `error` why it never started."""
+
+    exit_code: int | None
+    signal: int | None
+    started: float
+    ended: float
+    killed: str | None = None
+    error: str | None = None
+    cpu_s: float | None = None
+    max_rss_bytes: int | None = None
+    log_dropped_bytes: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+    @property
+    def clean(self) -> bool:
+        return self.exit_code == 0 and self.killed is None and self.error is None
+
+    @property
+    def timed_out(self) -> bool:
+        return self.killed == TIMEOUT
+
+    def describe(self) -> str:
+        """For logs: `exit 1`, `killed by SIGSEGV`, `timeout after 12.0 s`."""
+        if self.error:
+            return self.error
+        if self.timed_out:
+            return f"timeout after {self.ended - self.started:.1f} s"
+        if self.killed:
+            return f"killed ({self.killed})"
+        if self.signal is not None:
+            return f"killed by {_signal_name(self.signal)}"
+        return f"exit {self.exit_code}"
+
+
+def lost(started: float, now: float) -> Exit:
+    """The end of a job that nothing is known about any more."""
+    return Exit(None, None, started, now, killed=LOST)
+
+
+def read_exit(directory: Path) -> Exit | None:
+    """The job's end, if its exit.json is there."""
+    try:
+        return Exit.from_json(json.loads((directory / "exit.json").read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def harness_job(rollout_id: str, attempt: int) -> str:
+    return f"{rollout_id}.{attempt}"
+
+
+def grader_job(rollout_id: str, attempt: int, number: int) -> str:
+    """`number` counts the tries of the grader from 1."""
+    return f"{rollout_id}.{attempt}.grade{number}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

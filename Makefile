@@ -1,0 +1,44 @@
+# `make demo` trains, `make test` tests; both set up what they need in .venv, once.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast check base bench-learning bench-gateway bench-launch clean
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := examples/micro_swe
+
+help:
+	@echo "make demo             train a tiny model through the unmodified mini-swe-agent (about 10 minutes, 2 cores)"
+	@echo "make test             all tests"
+	@echo "make check            lint, types, layers"
+	@echo "make base             make the demo's base model again ($(DEMO)/base)"
+	@echo "make bench-learning   the demo's training at full length, three seeds"
+	@echo "make bench-gateway    CPU and latency of the gateway per call"
+	@echo "make bench-launch     rollouts per second of the controller"
+
+$(STAMP): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[embedded,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python $(DEMO)/demo.py
+
+test: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test
+
+test-fast: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "not slow"
+
+check: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+base: $(STAMP)
+	$(BIN)/python $(DEMO)/make_base.py
+
+bench-learning bench-gateway bench-launch: bench-%: $(STAMP)
+	$(BIN)/python benchmarks/bench_$*.py
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,130 @@
+"""A real gateway on a loopback port, with an engine that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+
+from leyden import config as run_file
+from leyden.client import ControlClient, control_key
+from leyden.config import RunConfig
+from leyden.gateway.app import build
+from leyden.gateway.engines import GenerateRequest
+from leyden.gateway.render import ModelRenderer
+from leyden.types import FinishReason, Generation, VersionSpan
+
+SECRET = b"s" * 32
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers texts in turn, as ids; `spell` chooses the tokenisation. Everything asked is kept in `requests`."""
+
+    renderer: ModelRenderer
+    replies: list[str | Generation | Exception] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    delay_s: float = 0.0
+    version: int = 0
+    cancelled: int = 0
+    spell: Callable[[str], list[int]] | None = None
+
+    async def generate(self, url: str, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        number = len(self.requests)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        reply = self.replies.pop(0) if self.replies else f"reply {number}"
+        if isinstance(reply, Exception):
+            raise reply
+        return reply if isinstance(reply, Generation) else self.generation(reply)
+
+    def generation(self, text: str, **changes: Any) -> Generation:
+        ids = [*self.ids(text), self.renderer.stop_token_ids[0]]
+        spans = (VersionSpan(self.version, len(ids)),)
+        return Generation(ids, [-0.5] * len(ids), FinishReason.STOP, spans, **changes)
+
+    def ids(self, text: str) -> list[int]:
+        if self.spell is not None:
+            return self.spell(text)
+        encoded: list[int] = self.renderer._tokenizer.encode(text, add_special_tokens=False)
+        return encoded
+
+
+@dataclass
+class Gateway:
+    """A running gateway and what a test needs around it."""
+
+    url: str
+    app: Starlette
+    engine: ScriptedEngine
+    renderer: ModelRenderer
+    client: ControlClient
+    config: RunConfig
+    slot: int = 0
+
+    async def start_rollout(self, kind: str = "train", **group: Any) -> tuple[str, str]:
+        """A running rollout: its id and its agent key."""
+        self.slot += 1
+        spec = {"kind": kind, "step": 1, "slot": self.slot, "size": 1, "task": {"n": self.slot}, **group}
+        (made,) = await self.client.create_groups([spec])
+        claim = await self.client.claim(made.rollouts[0].rollout_id, "test")
+        return claim.rollout.rollout_id, claim.agent_key
+
+    async def turns(self, rollout_id: str) -> list[Any]:
+        return await self.client.turns([rollout_id])
+
+
+def make_config(tmp_path: Path, model: Path, **sections: Any) -> RunConfig:
+    document: dict[str, Any] = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(model), "renderer": "qwen3", "context_tokens": 2000},
+        "data": {"train": "train.jsonl"},
+        "harness": {"command": ["true"]},
+        "grader": {"command": ["true"]},
+    }
+    for name, section in sections.items():
+        document[name] = document.get(name, {}) | section
+    return run_file.parse(document)
+
+
+@asynccontextmanager
+async def serving(
+    config: RunConfig, renderer: ModelRenderer, *, engine: ScriptedEngine | None = None, keep_alive_s: float = 10.0
+) -> AsyncIterator[Gateway]:
+    config.run_dir.mkdir(exist_ok=True)
+    engine = engine or ScriptedEngine(renderer)
+    app = build(config, SECRET, renderer=renderer, engine=engine, keep_alive_s=keep_alive_s)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        async with ControlClient(url, control_key(SECRET)) as client:
+            await client.put_model("policy", engines=["scripted"], version=0, lineage="l", context_tokens=2000)
+            yield Gateway(url, app, engine, renderer, client, config)
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer_path: Path) -> ModelRenderer:
+    return ModelRenderer(str(tokenizer_path), "qwen3", "template")
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer) -> AsyncIterator[Gateway]:
+    async with serving(make_config(tmp_path, tokenizer_path), renderer) as running:
+        yield running

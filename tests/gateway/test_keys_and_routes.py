@@ -1,0 +1,265 @@
+"""Every route with every scope, and what the control API says to bad input."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from leyden.client import control_key, mint
+from leyden.errors import ConfigError, GatewayError
+from leyden.gateway import app as gateway_app
+from leyden.gateway.render import ModelRenderer
+from leyden.types import Claims, Scope
+from tests.gateway.conftest import SECRET, Gateway, make_config, serving
+
+ALLOWED = {
+    ("POST", "/v1/chat/completions"): {Scope.AGENT},
+    ("POST", "/rollouts/{rollout_id}/v1/chat/completions"): {Scope.AGENT},
+    ("GET", "/v1/models"): {Scope.AGENT, Scope.CONTROL},
+    ("GET", "/rollouts/{rollout_id}/v1/models"): {Scope.AGENT, Scope.CONTROL},
+    ("POST", "/api/reward"): {Scope.GRADER, Scope.CONTROL},
+    ("POST", "/api/events"): {Scope.AGENT, Scope.CONTROL},
+}
+
+
+def keys_of(rollout_id: str) -> dict[Scope, str]:
+    later = time.time() + 60
+    return {
+        Scope.AGENT: mint(SECRET, Claims(Scope.AGENT, rollout_id, 1, later)),
+        Scope.GRADER: mint(SECRET, Claims(Scope.GRADER, rollout_id, 1, later)),
+        Scope.CONTROL: control_key(SECRET),
+    }
+
+
+async def status(gateway: Gateway, method: str, path: str, headers: dict[str, str], body: Any = None) -> int:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, gateway.url + path, json={} if body is None else body, headers=headers) as response,
+    ):
+        return response.status
+
+
+async def test_every_route_with_every_scope(gateway: Gateway) -> None:
+    """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
+    rollout_id, _ = await gateway.start_rollout()
+    served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path != "/health"]
+    assert len(served) == 24
+    for method, path in served:
+        allowed = ALLOWED.get((method, path), {Scope.CONTROL})
+        url = path.replace("{rollout_id}", rollout_id).replace("{name}", "policy")
+        for scope, key in keys_of(rollout_id).items():
+            got = await status(gateway, method, url, {"authorization": f"Bearer {key}"})
+            assert (got == 403) == (scope not in allowed), (method, path, scope, got)
+        assert await status(gateway, method, url, {}) == 401, (method, path)
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-goog-api-key"])
+async def test_three_headers_carry_the_key(gateway: Gateway, header: str) -> None:
+    _, key = await gateway.start_rollout()
+    value = f"Bearer {key}" if header == "authorization" else key
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    assert await status(gateway, "POST", "/v1/chat/completions", {header: value}, body) == 200
+
+
+async def test_forged_expired_and_foreign_keys(gateway: Gateway) -> None:
+    rollout_id, key = await gateway.start_rollout()
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    async def with_key(candidate: str, path: str = "/v1/chat/completions") -> int:
+        return await status(gateway, "POST", path, {"authorization": f"Bearer {candidate}"}, body)
+
+    assert await with_key(key[:-1] + ("A" if key[-1] != "A" else "B")) == 401
+    assert await with_key(mint(b"x" * 32, Claims(Scope.AGENT, rollout_id, 1, time.time() + 60))) == 401
+    assert await with_key(mint(SECRET, Claims(Scope.AGENT, rollout_id, 1, time.time() - 1))) == 401
+    assert await with_key(mint(SECRET, Claims(Scope.AGENT, rollout_id, 2, time.time() + 60))) == 403
+    assert await with_key(key, f"/rollouts/{rollout_id}/v1/chat/completions") == 200
+    other, _ = await gateway.start_rollout()
+    assert await with_key(key, f"/rollouts/{other}/v1/chat/completions") == 403
+
+
+async def test_keys_end_with_their_phase(gateway: Gateway) -> None:
+    rollout_id, key = await gateway.start_rollout()
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    agent = {"authorization": f"Bearer {key}"}
+    assert await status(gateway, "POST", "/v1/chat/completions", agent, body) == 200
+    receipt = await gateway.client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    assert await status(gateway, "POST", "/v1/chat/completions", agent, body) == 403
+    grader = {"authorization": f"Bearer {receipt.grader_key}"}
+    assert await status(gateway, "POST", "/api/reward", grader, {"value": 0.5}) == 200
+    assert await status(gateway, "POST", "/api/reward", grader, {"value": 1.0}) == 409
+    assert (await gateway.client.rollout(rollout_id)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, 1.0), (False, 0.0), (2, 2.0), (-3.5, -3.5), ("0.5", None), (None, None), ([1], None), ({}, None)],
+)
+async def test_reward_values(gateway: Gateway, value: Any, expected: float | None) -> None:
+    """Case L05."""
+    rollout_id, _ = await gateway.start_rollout()
+    receipt = await gateway.client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    headers = {"authorization": f"Bearer {receipt.grader_key}"}
+    assert await status(gateway, "POST", "/api/reward", headers, {"value": value}) == (422 if expected is None else 200)
+    assert (await gateway.client.rollout(rollout_id)).reward == expected
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+async def test_rewards_that_are_no_numbers(gateway: Gateway, number: str) -> None:
+    rollout_id, _ = await gateway.start_rollout()
+    receipt = await gateway.client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    headers = {"authorization": f"Bearer {receipt.grader_key}", "content-type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway.url}/api/reward", data=f'{{"value": {number}}}', headers=headers) as response,
+    ):
+        assert response.status in (400, 422)
+    assert (await gateway.client.rollout(rollout_id)).reward is None
+
+
+BAD_BODIES = [
+    (b"{", "not JSON"),
+    (b'{"messages": [{"role": "user", "content": "x \\ud83d"}]}', "not JSON"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "\xff"}]}', "not JSON"),
+    (b'{"model": "m", "messages": [], "temperature": NaN}', "not JSON"),
+    (b"[" * 5000, "not JSON"),
+    (b"[]", "not a JSON object"),
+    (b'{"model": "m"}', "messages is missing"),
+    (b'{"model": "m", "messages": []}', "messages is empty"),
+    (b'{"model": 3, "messages": [{"role": "user", "content": "x"}]}', "model is a number; send a string"),
+    (b'{"model": "m", "messages": ["x"]}', "messages[0] is a string, not an object"),
+    (b'{"model": "m", "messages": [{"role": "robot", "content": "x"}]}', "messages[0].role is 'robot'"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": 5}]}', "messages[0].content is a number"),
+    (
+        b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        "has type 'image_url'; only text can be recorded",
+    ),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": 1}}', "logit_bias is not"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens is 0"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "n": 1000000}', "n is 1000000"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 1e400}', "not JSON"),
+    (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop is"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES, ids=[m for _, m in BAD_BODIES])
+async def test_bad_requests_are_400_in_the_dialects_shape(gateway: Gateway, body: bytes, message: str) -> None:
+    _, key = await gateway.start_rollout()
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{gateway.url}/v1/chat/completions", data=body) as response,
+    ):
+        answer = await response.json()
+    assert response.status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert message in answer["error"]["message"]
+
+
+async def test_body_limit(tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer) -> None:
+    config = make_config(tmp_path, tokenizer_path, gateway={"max_body_bytes": 1000})
+    async with serving(config, renderer) as gateway:
+        _, key = await gateway.start_rollout()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b"x" * 500
+
+        for data in (b"x" * 1001, chunks()):
+            async with (
+                aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as session,
+                session.post(f"{gateway.url}/v1/chat/completions", data=data) as response,
+            ):
+                assert response.status == 413
+
+
+async def test_conditional_updates_answer_409(gateway: Gateway) -> None:
+    rollout_id, _ = await gateway.start_rollout()
+    client = gateway.client
+    with pytest.raises(GatewayError) as caught:
+        await client.claim(rollout_id, "second")
+    assert caught.value.status == 409
+    await client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    again = await client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    assert again.rollout.state == "grading"
+    assert again.grader_key
+    await client.reward(rollout_id, 1, 1.0)
+    done = await client.finish(rollout_id, 1)
+    assert (done.state, done.reward, done.failure) == ("succeeded", 1.0, None)
+    for late in (client.finish(rollout_id, 1), client.reward(rollout_id, 1, 0.0), client.cancel(rollout_id, "late")):
+        with pytest.raises(GatewayError) as caught:
+            await late
+        assert caught.value.status == 409
+    assert await client.rollout(rollout_id) == done
+
+
+async def test_agent_failures_keep_their_reward_and_infrastructure_failures_never_have_one(gateway: Gateway) -> None:
+    client = gateway.client
+    crashed, _ = await gateway.start_rollout()
+    await client.exit(crashed, 1, exit_code=3, timed_out=False, reason=None)
+    await client.reward(crashed, 1, 0.25)
+    done = await client.finish(crashed, 1)
+    assert (done.state, done.failure, done.reason, done.reward) == ("failed", "agent", "exit code 3", 0.25)
+
+    lost, _ = await gateway.start_rollout()
+    for attempt in (1, 2):
+        again = await client.infrastructure(lost, attempt, "evicted")
+        assert (again.state, again.attempt) == ("queued", attempt)
+        await client.claim(lost, "test")
+    done = await client.infrastructure(lost, 3, "evicted")
+    assert (done.state, done.failure, done.reason, done.reward) == ("failed", "infrastructure", "evicted", None)
+
+    ungraded, _ = await gateway.start_rollout()
+    await client.exit(ungraded, 1, exit_code=0, timed_out=False, reason=None)
+    again = await client.finish(ungraded, 1, "grader exit code 1")
+    assert (again.state, again.reason) == ("queued", "no reward: grader exit code 1")
+
+
+async def test_the_feed_wakes_at_a_change(gateway: Gateway) -> None:
+    rows, cursor = await gateway.client.rollouts()
+    assert rows == []
+    rollout_id, _ = await gateway.start_rollout()
+    rows, cursor = await gateway.client.rollouts(after=cursor, wait_s=30)
+    assert [(r.rollout_id, r.state) for r in rows] == [(rollout_id, "running")]
+    start = time.monotonic()
+    rows, same = await gateway.client.rollouts(after=cursor, wait_s=0.2)
+    assert (rows, same) == ([], cursor)
+    assert time.monotonic() - start < 5
+
+
+async def test_recover_discards_the_future_and_reopens_the_rest(gateway: Gateway) -> None:
+    client = gateway.client
+    spec = {"kind": "train", "slot": 0, "size": 1, "task": {}}
+    groups = await client.create_groups([spec | {"step": 1}, spec | {"step": 2}, spec | {"step": 3}])
+    for version, group in enumerate(groups[:2]):
+        gateway.engine.version = version
+        claim = await client.claim(group.rollouts[0].rollout_id, "test")
+        headers = {"authorization": f"Bearer {claim.agent_key}"}
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        assert await status(gateway, "POST", "/v1/chat/completions", headers, body) == 200
+    await client.consume([groups[0].group_id])
+    recovery = await client.recover(step=0, version=0)
+    assert recovery.discarded == (groups[1].group_id,)
+    assert recovery.reopened == (groups[0].group_id,)
+    remade = await client.create_groups([spec | {"step": 1}, spec | {"step": 2}])
+    assert [g.group_id for g in remade] == ["train-00001-0000", "train-00002-0000-r1"]
+    assert (await client.rollout(groups[1].rollouts[0].rollout_id)).state == "cancelled"
+
+
+async def test_groups_of_another_data_set_are_refused(gateway: Gateway) -> None:
+    spec = {"kind": "train", "step": 1, "slot": 0, "size": 1, "task": {"a": 1}}
+    await gateway.client.create_groups([spec])
+    await gateway.client.create_groups([spec])
+    with pytest.raises(GatewayError, match="another task"):
+        await gateway.client.create_groups([spec | {"task": {"a": 2}}])
+
+
+def test_an_open_address_needs_a_secret(tmp_path: Path) -> None:
+    """Case S05."""
+    config = make_config(tmp_path, tmp_path, gateway={"host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match="LEYDEN_SECRET"):
+        gateway_app.serve(config)

@@ -94,11 +94,7 @@ class GraderConfig(Section):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> GraderConfig:
-        given = [
-            n
-            for n, v in (("command", self.command), ("function", self.function), ("harness", self.harness))
-            if v
-        ]
+        given = [n for n, v in (("command", self.command), ("function", self.function), ("harness", self.harness)) if v]
         if len(given) != 1:
             raise ValueError(f"give exactly one of command, function, harness; got {given or 'none'}")
         return self
@@ -317,9 +313,7 @@ class _Loader(yaml.SafeLoader):
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for position, key in enumerate(keys):
             if any(key.value == earlier.value for earlier in keys[:position]):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} is given twice", key.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -363,9 +357,7 @@ def _absolute(config: RunConfig, base: Path) -> RunConfig:
         }
     )
     local_model = under_base(Path(config.model.path))
-    model = (
-        config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
-    )
+    model = config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
     return config.model_copy(
         update={"run_dir": under_base(config.run_dir), "data": data, "model": model, "config_dir": base}
     )

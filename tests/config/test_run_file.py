@@ -133,9 +133,7 @@ def test_numbers_in_exponent_form(run_file):
 
 
 def test_overrides_reach_new_and_existing_sections(run_file):
-    config = load(
-        run_file, ["trainer.steps=3", "model.name=tiny", "harness.env.A=x=y", "harness.command=[a, b]"]
-    )
+    config = load(run_file, ["trainer.steps=3", "model.name=tiny", "harness.env.A=x=y", "harness.command=[a, b]"])
     assert config.trainer.steps == 3
     assert config.model.name == "tiny"
     assert config.harness.env == {"A": "x=y"}

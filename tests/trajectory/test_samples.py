@@ -90,9 +90,7 @@ def test_worked_example_with_a_path_cut():
 
 
 def test_order_of_turns_given_does_not_matter():
-    assert [ids(s) for s in build_samples(WORKED[::-1]).samples] == [
-        ids(s) for s in build_samples(WORKED).samples
-    ]
+    assert [ids(s) for s in build_samples(WORKED[::-1]).samples] == [ids(s) for s in build_samples(WORKED).samples]
 
 
 def test_separator_after_the_assistant_turn_is_context():

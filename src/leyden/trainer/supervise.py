@@ -45,8 +45,7 @@ def run_lock(run_dir: Path, linger_limit_s: float = LINGER_LIMIT_S) -> Iterator[
             own.seek(0)
             holder = own.read().strip() or "unknown"
             raise TrainingError(
-                f"{run_dir} is in use by another `leyden train` (pid {holder}); "
-                "end it or choose another run_dir"
+                f"{run_dir} is in use by another `leyden train` (pid {holder}); end it or choose another run_dir"
             )
         own.truncate(0)
         own.write(str(os.getpid()))
@@ -126,11 +125,7 @@ class Children:
 
 def died(child: Child) -> TrainingError:
     status = child.process.returncode
-    how = (
-        f"was killed by signal {-status}"
-        if status is not None and status < 0
-        else f"ended with exit status {status}"
-    )
+    how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with exit status {status}"
     return TrainingError(
         f"the {child.name} {how}; its log is {child.log}{_last_words(child.log)}. The same command resumes"
     )

@@ -1,0 +1,248 @@
+"""From tasks to finished groups: create, wait, read back.
+
+Waiting follows the gateway's feed of changes by cursor, so nothing is polled. The result is keyed by rollout
+id and holds exactly the rollouts that were asked for: an id that the feed adds is ignored with a warning, a
+change seen twice is taken once, and of two changes the later one holds. Which rollouts are left out, and why,
+is decided by the pure function `exclusion`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from leyden.algorithms.batch import GroupResult, RolloutResult
+from leyden.client import Group, Rollout
+from leyden.config import SamplingConfig
+from leyden.errors import CaptureError, TrainingError
+from leyden.trajectory.samples import RolloutSamples, SampleCounts, build_samples
+from leyden.types import TERMINAL, FailureClass, Json, RolloutState, Turn
+
+if TYPE_CHECKING:
+    from leyden.client import ControlClient
+
+log = logging.getLogger(__name__)
+
+FEED_WAIT_S = 30.0
+FEED_LIMIT = 1000
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "max_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the rollouts of a step are. `mean_reward` is over the rewards so far, None without one."""
+
+    done: int
+    total: int
+    mean_reward: float | None
+    elapsed_s: float
+
+    @property
+    def eta_s(self) -> float | None:
+        """Remaining seconds if the rest takes as long per rollout as what is done, None before the first."""
+        return self.elapsed_s * (self.total - self.done) / self.done if self.done else None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Finished groups, ready for `build_batch`, and what was met on the way.
+
+    `reasons` gives the reason of each excluded rollout in words; `excluded` counts them by kind. `turns`,
+    `forks`, `attempts` and `sampled_tokens` are sums over all rollouts.
+    """
+
+    groups: tuple[GroupResult, ...]
+    rollouts: tuple[Rollout, ...]
+    samples: SampleCounts
+    excluded: Mapping[str, int]
+    reasons: Mapping[str, str]
+    forks: Mapping[str, int]
+    turns: int
+    sampled_tokens: int
+    attempts: int
+
+    def rewards(self) -> list[float]:
+        """Rewards of the rollouts that are not excluded."""
+        return [
+            r.reward for group in self.groups for r in group.rollouts if r.excluded is None and r.reward is not None
+        ]
+
+
+def group_request(
+    kind: str, step: int, slot: int, *, size: int, task: Json, sampling: SamplingConfig | None = None
+) -> Json:
+    """The body of one group for POST /api/groups."""
+    return {
+        "kind": kind,
+        "step": step,
+        "slot": slot,
+        "size": size,
+        "task": task,
+        "sampling": None if sampling is None else {name: getattr(sampling, name) for name in SAMPLING_FIELDS},
+    }
+
+
+async def create_groups(client: ControlClient, requests: Sequence[Json]) -> list[Group]:
+    """Create the groups, or get those that exist, in the order of `requests`.
+
+    Raises TrainingError if the gateway answers other groups, or an existing one is of another size or task
+    (the run file was changed between start and resume).
+    """
+    groups = await client.create_groups(requests)
+    by_slot = {(g.kind, g.step, g.slot): g for g in groups}
+    asked = [(r["kind"], r["step"], r["slot"]) for r in requests]
+    if sorted(by_slot) != sorted(asked) or len(groups) != len(requests):
+        raise TrainingError(f"asked the gateway for {len(requests)} groups, it answered {len(groups)} others")
+    ordered = [by_slot[key] for key in asked]
+    for request, group in zip(requests, ordered, strict=True):
+        _check_existing(request, group)
+    return ordered
+
+
+def _check_existing(request: Json, group: Group) -> None:
+    place = f"{group.kind} group of step {group.step}, slot {group.slot}"
+    if group.size != request["size"] or len(group.rollouts) != group.size:
+        raise TrainingError(
+            f"the {place} exists with {len(group.rollouts)} of {group.size} rollouts, the run file asks for "
+            f"{request['size']}; set the group size back, or start in another run_dir"
+        )
+    if any(rollout.task and rollout.task != request["task"] for rollout in group.rollouts):
+        raise TrainingError(
+            f"the {place} exists with another task; the data or the seed has changed since. "
+            "Set it back, or start in another run_dir"
+        )
+
+
+async def wait_until_terminal(
+    client: ControlClient, groups: Sequence[Group], on_progress: Callable[[Progress], None] | None = None
+) -> dict[str, Rollout]:
+    """The final state of every rollout of `groups`, by id. A rollout's own deadline ends it, never this
+    wait.
+    """
+    start = time.monotonic()
+    latest = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
+    strangers: set[str] = set()
+    cursor = min((r.change for r in latest.values()), default=0)
+    while True:
+        if on_progress is not None:
+            on_progress(progress(latest.values(), time.monotonic() - start))
+        if all(r.state in TERMINAL for r in latest.values()):
+            return latest
+        changed, cursor = await client.rollouts(
+            after=cursor, states=sorted(TERMINAL), wait_s=FEED_WAIT_S, limit=FEED_LIMIT, tasks=False
+        )
+        unknown = merge(latest, changed) - strangers
+        if unknown:
+            strangers |= unknown
+            log.warning("ignored %d rollouts that are not of this step: %s", len(unknown), sorted(unknown)[:5])
+
+
+def merge(latest: dict[str, Rollout], changed: Iterable[Rollout]) -> set[str]:
+    """Take newer changes of known rollouts into `latest`; return the ids that are not known."""
+    unknown = set()
+    for rollout in changed:
+        known = latest.get(rollout.rollout_id)
+        if known is None:
+            unknown.add(rollout.rollout_id)
+        elif rollout.change > known.change:
+            latest[rollout.rollout_id] = replace(rollout, task=known.task)
+    return unknown
+
+
+def progress(rollouts: Iterable[Rollout], elapsed_s: float) -> Progress:
+    known = list(rollouts)
+    done = [r for r in known if r.state in TERMINAL]
+    rewards = [r.reward for r in done if r.reward is not None]
+    return Progress(len(done), len(known), sum(rewards) / len(rewards) if rewards else None, elapsed_s)
+
+
+def exclusion(rollout: Rollout) -> str | None:
+    """Why a finished rollout takes no part in training, or None.
+
+    `infrastructure`: the machinery failed and attempts ran out. `cancelled`. `no_calls`: the harness never
+    called the model, so it was not this policy that earned the reward. `no_reward`. An agent's failure
+    excludes nothing.
+    """
+    if rollout.state is RolloutState.CANCELLED:
+        return "cancelled"
+    if rollout.failure is FailureClass.INFRASTRUCTURE:
+        return "infrastructure"
+    if rollout.turns == 0:
+        return "no_calls"
+    return "no_reward" if rollout.reward is None else None
+
+
+async def collect(
+    client: ControlClient, groups: Sequence[Group], final: Mapping[str, Rollout], max_tokens: int | None
+) -> Collected:
+    """Read the turns of all rollouts that take part, as one body, and build their samples."""
+    wanted = [r.rollout_id for r in final.values() if exclusion(r) is None]
+    turns = await client.turns(wanted) if wanted else []
+    return await asyncio.to_thread(assemble, groups, final, turns, max_tokens)
+
+
+def assemble(
+    groups: Sequence[Group], final: Mapping[str, Rollout], turns: Iterable[Turn], max_tokens: int | None
+) -> Collected:
+    """Pure: finished rollouts and their turns -> groups for `build_batch`, in the order of `groups`.
+
+    A rollout whose turns are not the complete record that the gateway announced is excluded as `capture`.
+    """
+    turns_of: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        turns_of[turn.rollout_id].append(turn)
+    rollouts = [final[r.rollout_id] for group in groups for r in group.rollouts]
+    built: dict[str, RolloutSamples] = {}
+    kinds: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for rollout in rollouts:
+        key, kind, why = rollout.rollout_id, exclusion(rollout), rollout.reason
+        if kind is None:
+            try:
+                built[key] = _samples(rollout, turns_of[key], max_tokens)
+                continue
+            except CaptureError as error:
+                kind, why = "capture", str(error)
+        kinds[key] = kind
+        reasons[key] = f"{kind}: {why}" if why else kind
+    return Collected(
+        groups=tuple(_group_result(group, final, built, kinds) for group in groups),
+        rollouts=tuple(rollouts),
+        samples=_sum([b.counts for b in built.values()]),
+        excluded=dict(Counter(kinds.values())),
+        reasons=reasons,
+        forks=dict(sum((Counter(r.forks) for r in rollouts), Counter())),
+        turns=sum(r.turns for r in rollouts),
+        sampled_tokens=sum(r.sampled_tokens for r in rollouts),
+        attempts=sum(r.attempt for r in rollouts),
+    )
+
+
+def _samples(rollout: Rollout, turns: list[Turn], max_tokens: int | None) -> RolloutSamples:
+    if any(turn.attempt != rollout.attempt for turn in turns):
+        raise CaptureError(f"rollout {rollout.rollout_id} ended in attempt {rollout.attempt}; other turns came")
+    if len(turns) != rollout.turns:
+        raise CaptureError(
+            f"rollout {rollout.rollout_id} has {rollout.turns} committed turns, {len(turns)} were read back"
+        )
+    return build_samples(turns, max_tokens)
+
+
+def _group_result(
+    group: Group, final: Mapping[str, Rollout], built: Mapping[str, RolloutSamples], kinds: Mapping[str, str]
+) -> GroupResult:
+    members = []
+    for rollout in group.rollouts:
+        key = rollout.rollout_id
+        samples = built[key].samples if key in built else ()
+        members.append(RolloutResult(key, final[key].reward, samples, kinds.get(key)))
+    return GroupResult(group.group_id, tuple(members))
+
+
+def _sum(counts: Sequence[SampleCounts]) -> SampleCounts:
+    return SampleCounts(**{f.name: sum(getattr(c, f.name) for c in counts) for f in fields(SampleCounts)})

@@ -1,0 +1,141 @@
+"""Validation at one policy version: every task `samples` times, with the evaluation's own sampling, never
+trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from leyden.config import SamplingConfig
+from leyden.trainer.collect import (
+    Progress,
+    create_groups,
+    exclusion,
+    group_request,
+    wait_until_terminal,
+)
+from leyden.trainer.estimates import Estimate, estimate
+from leyden.types import Json
+
+if TYPE_CHECKING:
+    from leyden.client import ControlClient, Group, Rollout
+
+SCORED_ANYWAY = frozenset({"no_calls"})
+"""Kinds of exclusion from training whose reward still counts here: the harness is judged as it is
+deployed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """`tasks` and `rollouts` were asked for, `rewarded` of the rollouts have a reward; the others are
+    `missing` by reason and enter no mean. `estimates` are pass@k in the order asked for."""
+
+    step: int
+    version: int
+    tasks: int
+    samples: int
+    rollouts: int
+    rewarded: int
+    mean_reward: float | None
+    estimates: tuple[Estimate, ...]
+    missing: Mapping[str, int]
+    no_calls: int
+    seconds: float
+
+    @property
+    def coverage(self) -> float:
+        return self.rewarded / self.rollouts
+
+    def as_json(self) -> Json:
+        return {
+            "step": self.step,
+            "version": self.version,
+            "tasks": self.tasks,
+            "samples": self.samples,
+            "rollouts": self.rollouts,
+            "rewarded": self.rewarded,
+            "coverage": self.coverage,
+            "mean_reward": self.mean_reward,
+            "pass": [e.as_json() for e in self.estimates],
+            "missing": dict(self.missing),
+            "no_calls": self.no_calls,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def __str__(self) -> str:
+        passes = ", ".join(str(e) for e in self.estimates)
+        missing = ", ".join(f"{kind} {n}" for kind, n in sorted(self.missing.items()))
+        return f"{passes}, {self.rewarded}/{self.rollouts} rewarded" + (f" (missing: {missing})" if missing else "")
+
+
+async def evaluate(
+    client: ControlClient,
+    tasks: Sequence[Json],
+    *,
+    step: int,
+    version: int,
+    samples: int = 1,
+    ks: Sequence[int] = (1,),
+    sampling: SamplingConfig | None = None,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> EvalResult:
+    """Run the evaluation groups of `step` (those that exist already are not run again) and estimate
+    pass@k.
+    """
+    start = time.monotonic()
+    requests = [
+        group_request("eval", step, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
+    ]
+    groups = await create_groups(client, requests)
+    final = await wait_until_terminal(client, groups, on_progress)
+    result = score(groups, final, step=step, version=version, ks=ks, seed=seed, seconds=time.monotonic() - start)
+    await client.consume([group.group_id for group in groups])
+    return result
+
+
+def score(
+    groups: Sequence[Group],
+    final: Mapping[str, Rollout],
+    *,
+    step: int,
+    version: int,
+    ks: Sequence[int],
+    seed: int,
+    seconds: float,
+) -> EvalResult:
+    """Pure: final rollouts -> estimates with what is missing."""
+    missing: Counter[str] = Counter()
+    no_calls = 0
+    rewards: list[list[float | None]] = []
+    for group in groups:
+        rewards.append([])
+        for member in group.rollouts:
+            rollout = final[member.rollout_id]
+            kind = exclusion(rollout)
+            no_calls += kind == "no_calls"
+            kind = None if kind in SCORED_ANYWAY else kind
+            if kind is None and rollout.reward is None:
+                kind = "no_reward"
+            if kind is not None:
+                missing[kind] += 1
+            rewards[-1].append(rollout.reward if kind is None else None)
+    known = [r for task in rewards for r in task if r is not None]
+    return EvalResult(
+        step=step,
+        version=version,
+        tasks=len(groups),
+        samples=max((group.size for group in groups), default=0),
+        rollouts=sum(group.size for group in groups),
+        rewarded=len(known),
+        mean_reward=sum(known) / len(known) if known else None,
+        estimates=tuple(estimate(rewards, k, seed=seed) for k in ks),
+        missing=dict(missing),
+        no_calls=no_calls,
+        seconds=seconds,
+    )

@@ -1,0 +1,59 @@
+"""Pure: the numbers of one step, as they stand in metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from leyden.algorithms.batch import Batch
+from leyden.trainer.collect import Collected
+from leyden.trainer.estimates import PASS_REWARD
+from leyden.types import Json
+
+
+def measure(
+    collected: Collected, batch: Batch, update: Mapping[str, float | None], seconds: Mapping[str, float]
+) -> Json:
+    """Counts are of this step. `reward`, `pass_rate` are over rollouts that are not excluded, None without
+    one.
+
+    `sample_limits` are the non-zero counts of `SampleCounts`. `update` adds its own names (entropy,
+    grad_norm, ...).
+    """
+    rewards = collected.rewards()
+    counts = batch.counts
+    return {
+        "rollouts": len(collected.rollouts),
+        "attempts": collected.attempts,
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "pass_rate": sum(r >= PASS_REWARD for r in rewards) / len(rewards) if rewards else None,
+        "groups": counts.groups,
+        "groups_without_spread": counts.groups_without_spread,
+        "groups_of_one": counts.groups_of_one,
+        "groups_empty": counts.groups_empty,
+        "excluded": dict(collected.excluded),
+        "turns": collected.turns,
+        "sampled_tokens": collected.sampled_tokens,
+        "samples": counts.samples,
+        "trained_rollouts": counts.rollouts - counts.rollouts_without_trained_token,
+        "trained_tokens": counts.trained_tokens,
+        "forks": dict(collected.forks),
+        "sample_limits": {name: n for name, n in asdict(collected.samples).items() if n},
+        **update,
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+    }
+
+
+def scalars(line: Json) -> dict[str, float | None]:
+    """The TensorBoard scalars of a line: its numbers, those of nested mappings by path."""
+    if line["event"] == "eval":
+        prefix = "validation"
+        passes = {f"{prefix}/pass@{p['k']}": p["value"] for p in line["pass"]}
+        return passes | {f"{prefix}/reward": line["mean_reward"], f"{prefix}/coverage": line["coverage"]}
+    flat: dict[str, float | None] = {}
+    for name, value in line.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}/{key}": v for key, v in value.items()})
+        elif isinstance(value, int | float) and name not in ("step", "time"):
+            flat[f"train/{name}"] = value
+    return flat

@@ -1,0 +1,107 @@
+"""summary.json and learning_curve.png from the lines of metrics.jsonl. Written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import orjson
+
+from leyden.trainer.metrics import current
+from leyden.types import Json
+
+COUNTED = ("rollouts", "attempts", "turns", "sampled_tokens", "samples", "trained_tokens")
+COUNTED_BY_NAME = ("excluded", "forks", "sample_limits")
+
+
+def summarize(lines: Sequence[Json]) -> Json:
+    """One object for a whole run, over the lines that hold.
+
+    `pass_at_1_before` and `_after` are those of the first and the last evaluation, null without one. Counts
+    are of training rollouts; `seconds` are per phase over all lines that hold, `lineages` how often the run
+    was started.
+    """
+    kept = current(lines)
+    evals = [line for line in kept if line["event"] == "eval"]
+    steps = [line for line in kept if line["event"] in ("step", "skip")]
+    counts: Json = {name: sum(line.get(name) or 0 for line in steps) for name in COUNTED}
+    for name in COUNTED_BY_NAME:
+        counts[name] = dict(sum((Counter(line.get(name) or {}) for line in steps), Counter()))
+    trained_rollouts = sum(line.get("trained_rollouts") or 0 for line in steps)
+    before, after = (evals[0], evals[-1]) if evals else (None, None)
+    return {
+        "steps": max((line["step"] for line in steps), default=0),
+        "skipped_steps": sum(line["event"] == "skip" for line in steps),
+        "policy_version": max((line["version"] for line in kept), default=0),
+        "lineages": len({line["lineage"] for line in lines}),
+        "pass_at_1_before": _pass_at_1(before, "value"),
+        "pass_at_1_before_interval_95": _pass_at_1(before, "interval_95"),
+        "pass_at_1_after": _pass_at_1(after, "value"),
+        "pass_at_1_after_interval_95": _pass_at_1(after, "interval_95"),
+        "evaluations": [{k: e[k] for k in ("step", "version", "pass", "coverage", "missing")} for e in evals],
+        "counts": counts,
+        "samples_per_rollout": counts["samples"] / trained_rollouts if trained_rollouts else None,
+        "logprob_diff_max": max(
+            (line["logprob_diff_max"] for line in steps if "logprob_diff_max" in line), default=None
+        ),
+        "seconds": _seconds(kept),
+    }
+
+
+def write_report(run_dir: Path, lines: Sequence[Json]) -> Json:
+    """Write both files into `run_dir` and return the summary."""
+    summary = summarize(lines)
+    write_atomically(run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    draw_curve(run_dir / "learning_curve.png", current(lines))
+    return summary
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` in one rename, so that a reader or a crash never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def draw_curve(path: Path, lines: Iterable[Json]) -> None:
+    """Validation pass@1 with its 95 % band, and the mean training reward, over steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kept = list(lines)
+    rewards = [(line["step"], line["reward"]) for line in kept if line.get("reward") is not None]
+    passes = [(e["step"], e["pass"][0]) for e in kept if e["event"] == "eval" and _pass_at_1(e, "value") is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylim=(-0.02, max([1.02, *(r for _, r in rewards)])))
+    if rewards:
+        axes.plot(*zip(*rewards, strict=True), color="0.6", linewidth=1, label="training reward (mean)")
+    if passes:
+        steps = [step for step, _ in passes]
+        low, high = zip(*(p["interval_95"] for _, p in passes), strict=True)
+        axes.fill_between(steps, low, high, alpha=0.2, color="C0", label="95 %")
+        axes.plot(steps, [p["value"] for _, p in passes], "o-", color="C0", label="validation pass@1")
+    if rewards or passes:
+        axes.legend(loc="best")
+    axes.grid(alpha=0.3)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png", dpi=120)
+    temporary.replace(path)
+
+
+def _pass_at_1(evaluation: Json | None, field: str) -> object:
+    found = [p for p in (evaluation or {}).get("pass", []) if p["k"] == 1]
+    return found[0][field] if found else None
+
+
+def _seconds(lines: Iterable[Json]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for line in lines:
+        seconds = line.get("seconds") or {}
+        total.update({"evaluation": seconds} if isinstance(seconds, int | float) else seconds)
+    return {name: round(value, 3) for name, value in total.items()}

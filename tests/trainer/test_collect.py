@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from leyden.algorithms.batch import build_batch
+from leyden.config import AlgorithmConfig, SamplingConfig
+from leyden.errors import TrainingError
+from leyden.trainer.collect import (
+    Progress,
+    assemble,
+    collect,
+    create_groups,
+    exclusion,
+    group_request,
+    merge,
+    progress,
+    wait_until_terminal,
+)
+from leyden.trainer.evaluate import evaluate
+from leyden.types import FailureClass, RolloutState
+from tests.trainer.scripted_control import CANCELLED, INFRASTRUCTURE, NO_CALLS, Ending, ScriptedControl
+
+
+def requests(groups=2, size=2, kind="train", step=1):
+    return [group_request(kind, step, slot, size=size, task={"n": slot}) for slot in range(groups)]
+
+
+def by_member(*endings):
+    return lambda rollout: endings[rollout.slot * 10 + rollout.member] if len(endings) > 9 else endings[rollout.member]
+
+
+async def run(control, groups, max_tokens=None):
+    created = await create_groups(control, groups)
+    final = await wait_until_terminal(control, created)
+    return await collect(control, created, final, max_tokens)
+
+
+def test_group_request():
+    sampling = SamplingConfig(temperature=0.5, max_tokens=9)
+    assert group_request("eval", 3, 1, size=2, task={"a": 1}, sampling=sampling) == {
+        "kind": "eval", "step": 3, "slot": 1, "size": 2, "task": {"a": 1},
+        "sampling": {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "max_tokens": 9},
+    }  # fmt: skip
+
+
+async def test_groups_keep_their_order_and_members():
+    control = ScriptedControl(lambda r: Ending(reward=float(r.member)))
+    collected = await run(control, requests())
+    assert [(g.group_id, [r.rollout_id for r in g.rollouts]) for g in collected.groups] == [
+        ("g0", ["g0.0", "g0.1"]),
+        ("g1", ["g1.0", "g1.1"]),
+    ]
+    assert [r.reward for r in collected.groups[0].rollouts] == [0.0, 1.0]
+    assert collected.groups[0].rollouts[0].samples[0].ids_L.tolist() == [1, 2, 5, 6]
+    assert (collected.turns, collected.sampled_tokens, collected.attempts) == (4, 8, 4)
+    assert collected.excluded == {}
+    assert collected.rollouts[3].task == {"n": 1}
+
+
+async def test_creating_twice_gives_the_same_groups():
+    control = ScriptedControl(lambda r: Ending())
+    first = await create_groups(control, requests())
+    await wait_until_terminal(control, first)
+    again = await create_groups(control, requests())
+    assert [g.group_id for g in again] == [g.group_id for g in first]
+    calls = len(control.calls)
+    assert set(await wait_until_terminal(control, again)) == {"g0.0", "g0.1", "g1.0", "g1.1"}
+    assert len(control.calls) == calls
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (requests(size=3), "exists with 2 of 2 rollouts, the run file asks for 3"),
+        ([replace_ | {"task": {"n": 99}} for replace_ in requests()], "exists with another task"),
+    ],
+)
+async def test_a_changed_run_file_is_noticed(other, message):
+    control = ScriptedControl(lambda r: Ending())
+    await create_groups(control, requests())
+    with pytest.raises(TrainingError, match=message):
+        await create_groups(control, other)
+
+
+async def test_exclusions_by_reason():
+    endings = [Ending(1.0), INFRASTRUCTURE, CANCELLED, NO_CALLS, Ending(None), Ending(0.0)]
+    control = ScriptedControl(lambda r: endings[r.member])
+    collected = await run(control, requests(groups=1, size=6))
+    assert collected.excluded == {"infrastructure": 1, "cancelled": 1, "no_calls": 1, "no_reward": 1}
+    assert collected.reasons == {
+        "g0.1": "infrastructure: evicted", "g0.2": "cancelled", "g0.3": "no_calls", "g0.4": "no_reward",
+    }  # fmt: skip
+    assert collected.rewards() == [1.0, 0.0]
+    assert ("turns", 2) in control.calls
+    batch = build_batch(collected.groups, AlgorithmConfig())
+    assert batch.counts.excluded == {"infrastructure": 1, "cancelled": 1, "no_calls": 1, "no_reward": 1}
+    assert [round(s.advantage, 3) for s in batch.samples] == [0.707, -0.707]
+
+
+async def test_an_agent_failure_is_trained():
+    control = ScriptedControl(lambda r: Ending(0.0, state=RolloutState.FAILED, failure=FailureClass.AGENT))
+    collected = await run(control, requests(groups=1))
+    assert collected.excluded == {}
+    assert [len(r.samples) for r in collected.groups[0].rollouts] == [1, 1]
+
+
+async def test_more_completions_than_tasks(caplog):
+    """T08: 32 tasks, the feed adds an unknown id and a duplicate: exactly 32 rollouts, keyed by id."""
+    control = ScriptedControl(lambda r: Ending(reward=1.0))
+    created = await create_groups(control, requests(groups=16))
+    stranger = replace(created[0].rollouts[0], rollout_id="stranger", change=10_000)
+    control.strangers = [stranger, stranger]
+    with caplog.at_level(logging.WARNING):
+        final = await wait_until_terminal(control, created)
+    assert len(final) == 32
+    assert "stranger" not in final
+    assert [r.getMessage() for r in caplog.records] == ["ignored 1 rollouts that are not of this step: ['stranger']"]
+
+
+async def test_the_later_change_wins_whatever_the_order():
+    control = ScriptedControl(lambda r: Ending())
+    (group,) = await create_groups(control, requests(groups=1, size=1))
+    rollout = group.rollouts[0]
+    late = replace(rollout, state=RolloutState.SUCCEEDED, reward=1.0, change=20, task={})
+    early = replace(rollout, state=RolloutState.FAILED, reward=0.0, change=10, task={})
+    latest = {rollout.rollout_id: rollout}
+    assert merge(latest, [late, early, late]) == set()
+    assert latest[rollout.rollout_id] == replace(late, task={"n": 0})
+
+
+async def test_a_record_that_is_not_complete_is_left_out():
+    control = ScriptedControl(lambda r: Ending(responses=((5,), (6,))))
+    created = await create_groups(control, requests(groups=1))
+    final = await wait_until_terminal(control, created)
+    turns = await control.turns(final)
+    collected = assemble(created, final, turns[1:], None)
+    assert collected.excluded == {"capture": 1}
+    assert collected.reasons == {"g0.0": "capture: rollout g0.0 has 2 committed turns, 1 were read back"}
+    wrong = [replace(t, attempt=7) if t.rollout_id == "g0.1" else t for t in turns]
+    assert assemble(created, final, wrong, None).reasons == {
+        "g0.1": "capture: rollout g0.1 ended in attempt 1; other turns came"
+    }
+
+
+async def test_a_rollout_over_the_limit_stays_in_the_baseline():
+    """A12: its row is not trained, its reward is part of the group."""
+    control = ScriptedControl(lambda r: Ending(reward=float(r.member), responses=((5,) * (1 + 9 * r.member),)))
+    collected = await run(control, requests(groups=1), max_tokens=4)
+    assert collected.samples.left_out == 1
+    assert collected.excluded == {}
+    batch = build_batch(collected.groups, AlgorithmConfig())
+    assert batch.counts.rollouts == 2
+    assert [round(s.advantage, 3) for s in batch.samples] == [-0.707]
+
+
+async def test_forks_and_attempts_are_summed():
+    control = ScriptedControl(lambda r: Ending(forks={"compaction": 1 + r.member}, attempt=2))
+    collected = await run(control, requests(groups=1))
+    assert collected.forks == {"compaction": 3}
+    assert collected.attempts == 4
+
+
+async def test_progress_is_reported():
+    seen: list[Progress] = []
+    control = ScriptedControl(lambda r: Ending(reward=0.5))
+    await wait_until_terminal(control, await create_groups(control, requests()), seen.append)
+    assert [(p.done, p.total, p.mean_reward) for p in seen] == [(0, 4, None), (4, 4, 0.5)]
+    assert Progress(2, 8, None, 3.0).eta_s == 9.0
+    assert progress([], 1.0) == Progress(0, 0, None, 1.0)
+    assert Progress(0, 8, None, 3.0).eta_s is None
+
+
+async def test_evaluation_counts_what_is_missing():
+    """T09: three tasks, one lost: n = 3, two rewarded, no NaN; the groups are consumed."""
+    endings = [Ending(1.0), INFRASTRUCTURE, NO_CALLS]
+    control = ScriptedControl(lambda r: endings[r.slot])
+    result = await evaluate(control, [{"t": i} for i in range(3)], step=4, version=2)
+    assert (result.tasks, result.rollouts, result.rewarded, result.mean_reward) == (3, 3, 2, 0.5)
+    assert result.missing == {"infrastructure": 1}
+    assert (result.no_calls, result.coverage) == (1, pytest.approx(2 / 3))
+    assert result.estimates[0].value == 0.5
+    assert str(result) == "pass@1 0.500 [0.095, 0.905] n=2, 2/3 rewarded (missing: infrastructure 1)"
+    assert {g.state for g in control.group_list} == {"consumed"}
+    assert control.group_list[0].step == 4
+
+
+async def test_evaluation_without_any_reward_says_so():
+    result = await evaluate(ScriptedControl(lambda r: CANCELLED), [{}], step=0, version=0, ks=(1,))
+    assert result.mean_reward is None
+    assert str(result) == "pass@1 no data, 0/1 rewarded (missing: cancelled 1)"
+
+
+async def test_exclusion_of_a_running_harness_that_was_cancelled():
+    control = ScriptedControl(lambda r: Ending())
+    (group,) = await create_groups(control, requests(groups=1, size=1))
+    assert exclusion(replace(group.rollouts[0], state=RolloutState.CANCELLED, reward=1.0, turns=3)) == "cancelled"

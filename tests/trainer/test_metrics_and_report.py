@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import orjson
+
+from leyden.trainer.metrics import MetricsLog, current, read_metrics
+from leyden.trainer.report import summarize, write_report
+
+
+def start(step, lineage):
+    return {"event": "start", "step": step, "version": step, "lineage": lineage}
+
+
+def step(number, lineage, **values):
+    return {"event": "step", "step": number, "version": number, "lineage": lineage, **values}
+
+
+def evaluation(number, value, low, high, lineage="a"):
+    passes = [{"k": 1, "value": value, "interval_95": [low, high], "tasks": 8, "method": "wilson"}]
+    return {
+        "event": "eval", "step": number, "version": number, "lineage": lineage, "pass": passes,
+        "coverage": 1.0, "missing": {}, "seconds": 2.0,
+    }  # fmt: skip
+
+
+def test_a_resume_supersedes_later_steps_and_keeps_them_labelled():
+    """U02: step 2 skipped, a crash at 5, resumed from 4: every line stays in the file, one per step holds."""
+    lines = [
+        start(0, "a"),
+        step(1, "a"),
+        {"event": "skip", "step": 2, "version": 1, "lineage": "a"},
+        step(3, "a"),
+        evaluation(3, 0.5, 0.2, 0.8),
+        step(4, "a"),
+        step(5, "a"),
+        start(4, "b"),
+        step(5, "b"),
+    ]
+    kept = current(lines)
+    assert [(line["event"], line["step"], line["lineage"]) for line in kept] == [
+        ("start", 0, "a"), ("step", 1, "a"), ("skip", 2, "a"), ("step", 3, "a"), ("eval", 3, "a"),
+        ("step", 4, "a"), ("start", 4, "b"), ("step", 5, "b"),
+    ]  # fmt: skip
+
+
+def test_log_survives_a_line_cut_short(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append("step", step=1, version=1, lineage="a", data={"reward": 0.5})
+    log.close()
+    with path.open("ab") as file:
+        file.write(b'{"event": "step", "st')
+    log = MetricsLog(path)
+    log.append("step", step=2, version=2, lineage="b", data={"reward": 1.0})
+    log.close()
+    assert [(line["step"], line["lineage"], line["reward"]) for line in read_metrics(path)] == [
+        (1, "a", 0.5),
+        (2, "b", 1.0),
+    ]
+    assert read_metrics(tmp_path / "none") == []
+
+
+LINES = [
+    start(0, "a"),
+    evaluation(0, 0.25, 0.1, 0.5),
+    step(
+        1, "a", reward=0.25, rollouts=4, attempts=5, turns=9, sampled_tokens=90, samples=5, trained_tokens=80,
+        trained_rollouts=3, excluded={"infrastructure": 1}, forks={"compaction": 2}, sample_limits={"cut": 1},
+        logprob_diff_max=2e-5, seconds={"rollouts": 3.0, "update": 1.0},
+    ),
+    {"event": "skip", "step": 2, "version": 1, "lineage": "a", "rollouts": 4, "excluded": {"no_calls": 4},
+     "reward": None, "seconds": {"rollouts": 1.5}},
+    step(3, "a", reward=0.9, rollouts=99),
+    start(2, "b"),
+    step(
+        3, "b", reward=0.75, rollouts=4, attempts=4, turns=4, sampled_tokens=40, samples=4, trained_tokens=40,
+        trained_rollouts=4, excluded={}, forks={}, logprob_diff_max=1e-5,
+        seconds={"rollouts": 2.0, "update": 1.0},
+    ),
+    evaluation(3, 0.75, 0.5, 0.9, "b"),
+]  # fmt: skip
+
+
+def test_summary():
+    assert summarize(LINES) == {
+        "steps": 3,
+        "skipped_steps": 1,
+        "policy_version": 3,
+        "lineages": 2,
+        "pass_at_1_before": 0.25,
+        "pass_at_1_before_interval_95": [0.1, 0.5],
+        "pass_at_1_after": 0.75,
+        "pass_at_1_after_interval_95": [0.5, 0.9],
+        "evaluations": [
+            {"step": e["step"], "version": e["version"], "pass": e["pass"], "coverage": 1.0, "missing": {}}
+            for e in (LINES[1], LINES[-1])
+        ],
+        "counts": {
+            "rollouts": 12,
+            "attempts": 9,
+            "turns": 13,
+            "sampled_tokens": 130,
+            "samples": 9,
+            "trained_tokens": 120,
+            "excluded": {"infrastructure": 1, "no_calls": 4},
+            "forks": {"compaction": 2},
+            "sample_limits": {"cut": 1},
+        },
+        "samples_per_rollout": 9 / 7,
+        "logprob_diff_max": 2e-5,
+        "seconds": {"evaluation": 4.0, "rollouts": 6.5, "update": 2.0},
+    }
+
+
+def test_summary_of_nothing():
+    summary = summarize([])
+    assert (summary["pass_at_1_before"], summary["samples_per_rollout"], summary["logprob_diff_max"]) == (None,) * 3
+
+
+def test_report_files(tmp_path):
+    assert orjson.loads(orjson.dumps(write_report(tmp_path, LINES))) == summarize(LINES)
+    assert orjson.loads((tmp_path / "summary.json").read_bytes()) == summarize(LINES)
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["learning_curve.png", "summary.json"]
+    write_report(tmp_path, [])

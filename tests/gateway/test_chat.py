@@ -129,7 +129,9 @@ async def test_dropped_reply_forks_and_both_segments_stay(gateway: Gateway) -> N
 
 
 async def test_streamed_answer_equals_the_plain_one(gateway: Gateway) -> None:
-    text = '<think>\nhm\n</think>\n\nLet me.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    text = (
+        '<think>\nhm\n</think>\n\nLet me.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    )
     gateway.engine.replies = [text, text]
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)

@@ -204,7 +204,11 @@ def _root_cause(known: Conversations, messages: Sequence[Json], keys: Sequence[b
 def _lost_reply(known: Conversations, messages: Sequence[Json], keys: Sequence[bytes]) -> ForkCause | None:
     """The request repeats the prompt of a turn, then goes on without that turn's reply as it was."""
     position = {key: length for length, key in enumerate(keys)}
-    candidates = [node for node in known.nodes.values() if position.get(node.prompt_key, len(messages)) < len(messages)]
+    candidates = [
+        node
+        for node in known.nodes.values()
+        if position.get(node.prompt_key, len(messages)) < len(messages) and node.key not in position
+    ]
     if not candidates:
         return None
     node = max(candidates, key=lambda n: (n.depth, n.turn_id))

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from leyden.trajectory.continuity import (
+    Conversations,
+    ForkCause,
+    Node,
+    extend_key,
+    extended,
+    find,
+    prefix_keys,
+    sibling_cause,
+)
+
+TOOLS, OTHER_TOOLS = b"tools", b"other"
+
+
+def system(text: str) -> Any:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, reasoning: str | None = None, calls: list[tuple[str, Any]] | None = None) -> Any:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"id{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(calls)
+        ]
+    return message
+
+
+def node(
+    turn_id: int,
+    messages: list[Any],
+    reply: Any,
+    *,
+    parent: Node | None = None,
+    delta: tuple[int, ...] = (1, 2),
+    sampled: tuple[int, ...] = (3,),
+    bridgeable: bool = True,
+) -> Node:
+    keys = prefix_keys(messages)
+    return Node(
+        turn_id=turn_id,
+        parent=parent,
+        delta_P=np.array(delta, np.int32),
+        sampled_T=np.array(sampled, np.int32),
+        key=extend_key(keys[-1], reply),
+        prompt_key=keys[-1],
+        first_key=keys[1],
+        tools_key=TOOLS,
+        depth=len(messages),
+        reply=reply,
+        has_reasoning=False,
+        bridgeable=bridgeable,
+    )
+
+
+def known(*nodes: Node) -> Conversations:
+    conversations = Conversations()
+    for one in nodes:
+        conversations.add(one)
+    return conversations
+
+
+def search(conversations: Conversations, messages: list[Any], tools: bytes = TOOLS) -> tuple[int | None, int, Any]:
+    found = find(conversations, messages, tools, prefix_keys(messages))
+    return (found.parent.turn_id if found.parent else None, len(found.new_messages), found.cause)
+
+
+ASK = [system("s"), user("u")]
+FIRST = node(1, ASK, assistant("a", "thought", [("run", {"x": 1, "y": 2})]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([*ASK, FIRST.reply, user("more")], (1, 1, None)),
+        ([*ASK, assistant("a", " thought\n", [("run", {"y": 2, "x": 1})]), user("more")], (1, 1, None)),
+        ([*ASK, user("format error")], (None, 0, ForkCause.REPLY_DROPPED)),
+        ([*ASK, assistant("a", None, [("run", {"x": 1, "y": 2})]), user("m")], (None, 0, ForkCause.REASONING_DROPPED)),
+        ([*ASK, assistant("A"), user("more")], (None, 0, ForkCause.REPLY_REWRITTEN)),
+        ([*ASK, FIRST.reply, assistant("mine"), user("more")], (None, 0, ForkCause.UNSAMPLED_REPLY)),
+        ([system("s"), user("a summary")], (None, 0, ForkCause.HISTORY_REWRITTEN)),
+        ([system("title this"), user("u")], (None, 0, ForkCause.NEW_CONVERSATION)),
+        (ASK, (None, 0, ForkCause.REPEATED)),
+    ],
+)
+def test_what_a_request_continues(messages: list[Any], expected: tuple[int | None, int, Any]) -> None:
+    assert search(known(FIRST), messages) == expected
+
+
+def test_a_first_turn_is_no_fork() -> None:
+    assert search(known(), ASK) == (None, 0, None)
+
+
+def test_changed_tools_and_stop_strings_are_never_bridged() -> None:
+    assert search(known(FIRST), [*ASK, FIRST.reply, user("m")], OTHER_TOOLS) == (None, 0, ForkCause.TOOLS_CHANGED)
+    stopped = node(1, ASK, assistant("a"), bridgeable=False)
+    assert search(known(stopped), [*ASK, stopped.reply, user("m")]) == (None, 0, ForkCause.STOP_STRING)
+
+
+def test_the_longest_prefix_wins_and_sub_agents_find_their_own_parents() -> None:
+    main = node(1, ASK, assistant("a"))
+    later = node(2, [*ASK, main.reply, user("b")], assistant("c"), parent=main)
+    side = node(3, [system("sub"), user("task")], assistant("s"))
+    conversations = known(main, later, side)
+    assert search(conversations, [*ASK, main.reply, user("b"), later.reply, user("d")]) == (2, 1, None)
+    assert search(conversations, [system("sub"), user("task"), side.reply, user("go on")]) == (3, 1, None)
+    assert search(conversations, [*ASK, main.reply, user("other")]) == (1, 1, None)
+
+
+def test_siblings_are_named() -> None:
+    main = node(1, ASK, assistant("a"))
+    child_messages = [*ASK, main.reply, user("b")]
+    child = node(2, child_messages, assistant("c"), parent=main)
+    conversations = known(main, child)
+    assert sibling_cause(conversations, main, prefix_keys(child_messages)[-1]) is ForkCause.REPEATED
+    assert sibling_cause(conversations, main, b"another prompt") is ForkCause.PARALLEL
+    assert sibling_cause(conversations, child, b"x") is None
+    assert sibling_cause(conversations, None, main.prompt_key) is ForkCause.REPEATED
+
+
+def test_ids_that_extend_a_turn_find_it_without_its_messages() -> None:
+    main = node(1, ASK, assistant("a"), delta=(1, 2), sampled=(3,))
+    child = node(2, ASK, assistant("b"), parent=main, delta=(4,), sampled=(5,))
+    conversations = known(main, child)
+
+    def parent(*ids: int) -> int | None:
+        found = extended(conversations, np.array(ids, np.int32))
+        return found.turn_id if found else None
+
+    assert parent(1, 2, 3, 9) == 1
+    assert parent(1, 2, 3, 4, 5, 9) == 2
+    assert parent(1, 2, 3, 4, 5) == 1
+    assert parent(1, 2, 3) is None
+    assert parent(1, 2, 9, 4) is None
+    assert child.prompt_ids() == [1, 2, 3, 4]
+
+
+def test_a_node_survives_the_store() -> None:
+    again = Node.from_json(FIRST.to_json(), turn_id=1, parent=None, delta_P=FIRST.delta_P, sampled_T=FIRST.sampled_T)
+    assert again == FIRST
+
+
+def test_the_order_of_keys_and_ids_of_calls_do_not_count_but_types_do() -> None:
+    def key(arguments: Any) -> bytes:
+        return prefix_keys([assistant("", None, [("f", arguments)])])[1]
+
+    assert key({"a": 1, "b": 2}) == key({"b": 2, "a": 1})
+    assert key({"a": 1}) != key({"a": "1"})
+    assert key("{oops") != key({})

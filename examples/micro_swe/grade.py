@@ -1,11 +1,11 @@
-"""Grader of micro_swe: 1.0 if the module that the agent left passes all the tests that its task names, else 0.0.
+"""Grader of micro_swe: 1.0 if the module that the agent left passes all tests that its task names, else 0.0.
 
 The edited module runs in a process of its own, in a fresh folder that holds nothing else, with a time limit.
-That process is given the *calls* of the pristine test file and answers with what they returned. What they should
-have returned stays here: the verdict is a comparison of plain values in this process, so that a module which
-prints, exits, edits its tests, returns an object that equals everything, or writes an answer of its own has
-nothing to forge. A module that hard-codes the results which the visible tests name is not told apart from a fix;
-only hidden tests could do that.
+That process is given the *calls* of the pristine test file and answers with what they returned. What they
+should have returned stays here: the verdict is a comparison of plain values in this process, so that a module
+which prints, exits, edits its tests, returns an object that equals everything, or writes an answer of its own
+has nothing to forge. A module that hard-codes the results which the visible tests name is not told apart from
+a fix; only hidden tests could do that.
 
     LEYDEN_TASK        path of the task's row as a JSON file
     LEYDEN_WORKSPACE   folder that the agent worked in
@@ -19,6 +19,7 @@ import http.client
 import json
 import os
 import secrets
+import select
 import signal
 import stat
 import subprocess
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 MODULE_BYTES = 65_536
+ANSWER_BYTES = 1_048_576
 TIME_LIMIT_S = 5.0
 POST_ATTEMPTS = 5
 POST_TIMEOUT_S = 10.0
@@ -105,27 +107,44 @@ def run_calls(module: str, source: bytes, calls: list[str], time_limit_s: float)
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(request, timeout=time_limit_s)
-        except subprocess.TimeoutExpired:
-            return None
+            output = exchange(process, request, time.monotonic() + time_limit_s)
         finally:
             kill_session(process)
-    return read_answer(output, nonce, len(calls))
+    return None if output is None else read_answer(output, nonce, len(calls))
+
+
+def exchange(process: subprocess.Popen[bytes], request: bytes, deadline_s: float) -> bytes | None:
+    """Give the process its request and read to the end; None if it says too much or is late (monotonic clock)."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(request)
+    output = b""
+    while len(output) <= ANSWER_BYTES:
+        wait_s = max(0.0, deadline_s - time.monotonic())
+        if not select.select([process.stdout], [], [], wait_s)[0]:
+            return None
+        chunk = os.read(process.stdout.fileno(), 65_536)
+        if not chunk:
+            return output
+        output += chunk
+    return None
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and what it left in its session, and reap it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
     process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def read_answer(output: bytes, nonce: str, count: int) -> list[str | None] | None:
     """The `count` values of a complete answer that bears the nonce, else None."""
     try:
         answer = json.loads(output)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(answer, dict) or answer.get("nonce") != nonce:
         return None
@@ -139,7 +158,7 @@ def equals(value: str | None, expected: Any) -> bool:
     """Whether a value that came as JSON equals the expected one."""
     try:
         return value is not None and bool(json.loads(value) == expected)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

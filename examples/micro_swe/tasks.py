@@ -35,8 +35,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 WORDS = tuple(
     """
     ant bat bee box bud cat cod cow cub dog eel elk fig fir fly fox gem hen hog ink ivy jay key kit lid log
-    map mud nut oak owl pan pea pig pin pod pup ram rat ray red rye sea sky sod sun tar tea tin toy urn van vat
-    wax web yak yam zoo
+    map mud nut oak owl pan pea pig pin pod pup ram rat ray red rye sea sky sod sun tar tea tin toy urn
+    van vat wax web yak yam zoo
     """.split()  # noqa: SIM905
 )
 ARGUMENTS = tuple("abcdpqxyz")
@@ -73,12 +73,8 @@ FAMILIES = {
     "double": Family("double {a} {word} {b}", "({a} {op} {b}) * 2", ARITHMETIC, NUMBERS),
     "negative": Family("negative {a} {word} {b}", "-({a} {op} {b})", ARITHMETIC, NUMBERS),
     "compare": Family("is {a} {word} {b}", "{a} {op} {b}", COMPARISON, NUMBERS),
-    "filter": Family(
-        "items of {a} {word} {b}", "[v for v in {a} if v {op} {b}]", COMPARISON, LIST_AND_NUMBER
-    ),
-    "count": Family(
-        "count of {a} {word} {b}", "len([v for v in {a} if v {op} {b}])", COMPARISON, LIST_AND_NUMBER
-    ),
+    "filter": Family("items of {a} {word} {b}", "[v for v in {a} if v {op} {b}]", COMPARISON, LIST_AND_NUMBER),
+    "count": Family("count of {a} {word} {b}", "len([v for v in {a} if v {op} {b}])", COMPARISON, LIST_AND_NUMBER),
     "flags": Family("flags of {a} {word} {b}", "[v {op} {b} for v in {a}]", COMPARISON, LIST_AND_NUMBER),
     "reduce": Family("{word} of {a}", "{op}({a})", REDUCTION, LIST),
     "extend": Family("{word} of {a} and {b}", "{op}({a} + [{b}])", REDUCTION, LIST_AND_NUMBER),

@@ -50,9 +50,7 @@ def decode(body: bytes) -> list[Turn]:
     """The turns of a body made by `encode`. Raises pyarrow.ArrowInvalid (a ValueError) if it is not one."""
     with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
         if not reader.schema.equals(SCHEMA):
-            raise pa.ArrowInvalid(
-                f"turns have another schema than this version of Leyden reads: {reader.schema}"
-            )
+            raise pa.ArrowInvalid(f"turns have another schema than this version of Leyden reads: {reader.schema}")
         return [turn for batch in reader for turn in _turns(batch)]
 
 
@@ -98,16 +96,12 @@ def _lists(arrays: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> An
     if present:
         values = np.concatenate(present, dtype=dtype, casting="same_kind")
     mask = np.array([a is None for a in arrays])
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(values), mask=pa.array(mask) if mask.any() else None
-    )
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array(mask) if mask.any() else None)
 
 
 def _turns(batch: Any) -> Iterator[Turn]:
     delta, sampled, logprobs = (_slices(batch.column(n)) for n in ("delta", "sampled", "logprobs"))
-    spans = zip(
-        batch.column("span_versions").to_pylist(), batch.column("span_counts").to_pylist(), strict=True
-    )
+    spans = zip(batch.column("span_versions").to_pylist(), batch.column("span_counts").to_pylist(), strict=True)
     scalars = (
         batch.column(n).to_pylist()
         for n in ("turn_id", "rollout_id", "attempt", "parent_id", "finish_reason", "fork_cause")

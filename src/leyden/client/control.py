@@ -62,9 +62,7 @@ class ControlClient:
     async def groups(
         self, *, kind: str | None = None, step: int | None = None, state: str | None = None
     ) -> list[Group]:
-        return _groups(
-            await self._json("GET", "/api/groups", query={"kind": kind, "step": step, "state": state})
-        )
+        return _groups(await self._json("GET", "/api/groups", query={"kind": kind, "step": step, "state": state}))
 
     async def consume(self, group_ids: Iterable[str]) -> None:
         await self._json("POST", "/api/groups/consume", {"group_ids": list(group_ids)})
@@ -211,15 +209,10 @@ class ControlClient:
             try:
                 return await self._once(method, path, body, query, wait_s)
             except aiohttp.ClientConnectorError as error:
-                if (
-                    not isinstance(error.os_error, ConnectionRefusedError)
-                    or time.monotonic() + pause_s > give_up
-                ):
+                if not isinstance(error.os_error, ConnectionRefusedError) or time.monotonic() + pause_s > give_up:
                     raise GatewayError(f"no gateway at {self._url}: {error.os_error}") from error
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise GatewayError(
-                    f"{method} {path}: connection lost: {error or type(error).__name__}"
-                ) from error
+                raise GatewayError(f"{method} {path}: connection lost: {error or type(error).__name__}") from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -238,9 +231,7 @@ class ControlClient:
         ) as response:
             raw = await response.read()
             if response.status >= 400:
-                raise GatewayError(
-                    f"{method} {path}: {response.status} {_message(raw)}", status=response.status
-                )
+                raise GatewayError(f"{method} {path}: {response.status} {_message(raw)}", status=response.status)
             return raw
 
     def _session(self) -> aiohttp.ClientSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
 import time
 import urllib.error
@@ -22,10 +23,8 @@ def post_reward(value: float, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
     """
     url, key = os.environ.get("LEYDEN_REWARD_URL"), os.environ.get("LEYDEN_KEY")
     if not url or not key:
-        raise GatewayError(
-            "LEYDEN_REWARD_URL and LEYDEN_KEY are not set; run this as the grader of a Leyden run"
-        )
-    if isinstance(value, str) or not math.isfinite(value):
+        raise GatewayError("LEYDEN_REWARD_URL and LEYDEN_KEY are not set; run this as the grader of a Leyden run")
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise GatewayError(f"reward {value!r} is not a finite number")
     request = urllib.request.Request(  # noqa: S310  (the controller sets the address)
         url,

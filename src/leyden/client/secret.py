@@ -11,12 +11,13 @@ from leyden.errors import ConfigError
 SECRET_BYTES = 32
 
 
-def read_or_create_secret(path: Path) -> bytes:
-    """The HMAC secret in `path`, made by whoever comes first; safe when several programs start at once.
+def read_or_create_secret(run_dir: Path) -> bytes:
+    """The HMAC secret in `run_dir/secret`, made by whoever comes first; safe when several programs start at once.
 
     The file appears complete or not at all (a private temporary file is linked to its name). Raises
     ConfigError if an existing file is too short or readable by others.
     """
+    path = run_dir / "secret"
     if not path.exists():
         _create(path)
     if path.stat().st_mode & 0o077:

@@ -50,6 +50,7 @@ class LocalBackend:
         self._settings = settings
         self._on_end = on_end
         self._jobs: dict[str, tuple[Path, float]] = {}
+        self._kills: dict[str, dict[str, Any]] = {}
         self._starting: dict[str, tuple[Job, asyncio.Future[float]]] = {}
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -79,6 +80,8 @@ class LocalBackend:
         self._settle({i: (Path(j["dir"]), j["started"]) for i, j in hello["running"].items()})
         for job, _ in self._starting.values():
             self._send(_start_message(job))
+        for order in self._kills.values():
+            self._send(order)
 
     async def supervise(self) -> None:
         """Handle the launcher's messages until `stop` or `close`. Raises LaunchError if none can be started."""
@@ -104,7 +107,9 @@ class LocalBackend:
 
     def kill(self, job_id: str, reason: str, grace_s: float = GRACE_S) -> None:
         """SIGTERM to the job's whole tree, SIGKILL after the grace. Its end is reported like any other."""
-        self._send({"op": "kill", "id": job_id, "reason": reason, "grace_s": grace_s})
+        if job_id in self._jobs:
+            self._kills[job_id] = {"op": "kill", "id": job_id, "reason": reason, "grace_s": grace_s}
+            self._send(self._kills[job_id])
 
     async def stop(self) -> None:
         """Kill all jobs and end the launcher."""
@@ -177,7 +182,12 @@ class LocalBackend:
         gone = {i: job for i, job in self._jobs.items() if i not in running}
         self._jobs = running
         for job_id, (directory, started) in gone.items():
-            self._on_end(job_id, read_exit(directory) or lost(started, time.time()))
+            self._end(job_id, read_exit(directory) or lost(started, time.time()))
+
+    def _end(self, job_id: str, exit_: Exit) -> None:
+        self._jobs.pop(job_id, None)
+        self._kills.pop(job_id, None)
+        self._on_end(job_id, exit_)
 
     def _handle(self, message: dict[str, Any]) -> None:
         job_id, event = message["id"], message["event"]
@@ -192,8 +202,7 @@ class LocalBackend:
             if future is not None and not future.done():
                 future.set_exception(LaunchError(message["error"]))
         elif event == "ended":
-            self._jobs.pop(job_id, None)
-            self._on_end(job_id, Exit.from_json(message["exit"]))
+            self._end(job_id, Exit.from_json(message["exit"]))
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None:

@@ -1,0 +1,231 @@
+"""Carries out the planned actions: one coroutine per kind. Each may be cut off at any point.
+
+A step that was done but not noted is found again: the gateway answers 409 and is read again, a job's id runs
+once, and a claim whose harness never started is settled as an infrastructure failure by the next controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from leyden.client.control import ControlClient
+from leyden.client.records import Rollout
+from leyden.config import RunConfig
+from leyden.controller import launch, workspace
+from leyden.controller.backends.local import LocalBackend
+from leyden.controller.board import Board, find_attempt
+from leyden.controller.plan import (
+    Action,
+    Adopt,
+    Attempt,
+    Finish,
+    Forget,
+    Grade,
+    Infrastructure,
+    Kill,
+    Phase,
+    Refresh,
+    Report,
+    Start,
+)
+from leyden.errors import GatewayError, LaunchError
+from leyden.types import FailureClass, RolloutState
+
+log = logging.getLogger(__name__)
+RETRY_S = 1.0
+TAIL_BYTES = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """What the actions work with. `python` runs grader functions, `parent` is the environment harnesses
+    inherit.
+    """
+
+    config: RunConfig
+    url: str
+    controller_id: str
+    client: ControlClient
+    backend: LocalBackend
+    board: Board
+    python: str
+    parent: Mapping[str, str] = field(repr=False)
+
+    async def perform(self, action: Action) -> None:
+        """One action with its failures: a conflict is read again, a failed launch voids the attempt."""
+        rollout_id = action.rollout_id or ""
+        try:
+            await self._dispatch(action)
+        except LaunchError as error:
+            self.board.change(rollout_id, phase=Phase.LOST, problem=str(error))
+        except GatewayError as error:
+            await self._reread(rollout_id, error)
+        attempt = self.board.attempts.get(rollout_id)
+        if attempt is not None and attempt.attempt == 0:
+            self.board.forget(rollout_id)
+        self.board.change(rollout_id, busy=False)
+
+    def adopt(self, action: Adopt) -> None:
+        rollout = self.board.rollouts[action.rollout_id]
+        attempt = find_attempt(rollout, self.config.run_dir, self.backend.running)
+        self.board.attempts[action.rollout_id] = attempt
+        log.info("rollout %s attempt %d: adopted, %s", rollout.rollout_id, rollout.attempt, attempt.phase)
+
+    def kill(self, action: Kill) -> None:
+        self.backend.kill(action.job_id, action.reason)
+        if action.rollout_id:
+            self.board.change(action.rollout_id, killing=True)
+
+    async def _dispatch(self, action: Action) -> None:
+        match action:
+            case Start(rollout_id):
+                await self._start(rollout_id)
+            case Report(rollout_id):
+                await self._report(self.board.attempts[rollout_id])
+            case Grade(rollout_id, number):
+                await self._grade(self.board.attempts[rollout_id], number)
+            case Finish(rollout_id):
+                await self._finish(self.board.attempts[rollout_id])
+            case Infrastructure(rollout_id, reason):
+                await self.infrastructure(self.board.attempts[rollout_id], reason)
+            case Refresh(rollout_id):
+                now = time.time()
+                self.board.absorb([await self.client.rollout(rollout_id)])
+                self.board.change(rollout_id, refreshed=now)
+            case Forget(rollout_id):
+                await self._forget(self.board.attempts[rollout_id])
+            case _:
+                raise AssertionError(action)
+
+    async def _start(self, rollout_id: str) -> None:
+        claim = await self.client.claim(rollout_id, self.controller_id)
+        rollout = claim.rollout
+        self.board.absorb([rollout])
+        self.board.change(rollout_id, attempt=rollout.attempt)
+        paths = launch.attempt_paths(self.config.run_dir, rollout_id, rollout.attempt)
+        await asyncio.to_thread(workspace.prepare, self.config, rollout_id, rollout.task, paths)
+        job = launch.harness(
+            self.config, self.url, claim.agent_key, rollout_id, rollout.attempt, rollout.task, self.parent
+        )
+        started = await self.backend.start(job)
+        if self.board.attempts[rollout_id].phase is Phase.STARTING:
+            self.board.change(rollout_id, phase=Phase.RUNNING, started=started)
+
+    async def _report(self, attempt: Attempt) -> None:
+        assert attempt.exit is not None
+        code = attempt.exit.exit_code
+        receipt = await self.client.exit(
+            attempt.rollout_id,
+            attempt.attempt,
+            exit_code=-attempt.exit.signal if attempt.exit.signal else code,
+            timed_out=attempt.exit.timed_out,
+            reason=None if attempt.exit.clean else attempt.exit.describe(),
+        )
+        self.board.absorb([receipt.rollout])
+        if receipt.grader_key is None:
+            self._log_end(receipt.rollout, attempt)
+            return
+        self.board.grader_keys[attempt.rollout_id] = receipt.grader_key
+        if attempt.exit.clean and receipt.rollout.turns == 0:
+            log.warning(
+                "rollout %s attempt %d: the harness ended with exit 0 and made no model call; does it read one of "
+                "%s? log: %s",
+                attempt.rollout_id,
+                attempt.attempt,
+                ", ".join(launch.BASE_URL_VARIABLES),
+                self._paths(attempt).harness_log,
+            )
+
+    async def _grade(self, attempt: Attempt, number: int) -> None:
+        if attempt.rollout_id not in self.board.grader_keys:
+            await self._report(attempt)  # a restarted controller: the same answer again
+        key = self.board.grader_keys.get(attempt.rollout_id)
+        if key is None:
+            return
+        paths = self._paths(attempt)
+        workspace.next_grade(paths, number)
+        task = json.loads(paths.task.read_text(encoding="utf-8"))
+        job = launch.grader(
+            self.config,
+            self.url,
+            key,
+            attempt.rollout_id,
+            attempt.attempt,
+            task,
+            number,
+            self.parent,
+            self.python,
+        )
+        self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=time.time())
+        await self.backend.start(job)
+
+    async def _finish(self, attempt: Attempt) -> None:
+        rollout = await self.client.finish(attempt.rollout_id, attempt.attempt)
+        self.board.absorb([rollout])
+        self._log_end(rollout, attempt)
+
+    async def infrastructure(self, attempt: Attempt, reason: str) -> None:
+        """Report that the attempt is void."""
+        reason = f"{reason}; log: {self._log_path(attempt)}"
+        rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000])
+        self.board.absorb([rollout])
+        self._log_end(rollout, attempt)
+
+    async def _forget(self, attempt: Attempt) -> None:
+        rollout = self.board.rollouts.get(attempt.rollout_id)
+        if not keeps(self.config.workspace.keep, rollout, attempt):
+            await asyncio.to_thread(workspace.remove, self._paths(attempt).workspace)
+        self.board.forget(attempt.rollout_id)
+
+    async def _reread(self, rollout_id: str, error: GatewayError) -> None:
+        """After a refusal the gateway's record counts; without a reply, wait before the plan tries again."""
+        if error.status in (404, 409):
+            try:
+                self.board.absorb([await self.client.rollout(rollout_id)])
+                return
+            except GatewayError as second:
+                if second.status == 404:
+                    self.board.rollouts.pop(rollout_id, None)
+                    return
+                error = second
+        log.warning("rollout %s: %s; trying again", rollout_id, error)
+        await asyncio.sleep(RETRY_S)
+
+    def _log_end(self, rollout: Rollout, attempt: Attempt) -> None:
+        """One line for every end of an attempt; what went wrong comes with the log's path and last words."""
+        facts = f"rollout {attempt.rollout_id} attempt {attempt.attempt}: {rollout.state}"
+        if rollout.reward is not None:
+            facts += f", reward {rollout.reward:g}"
+        facts += f", {rollout.turns} turns"
+        if attempt.exit is not None:
+            facts += f", {attempt.exit.describe()} in {attempt.exit.ended - attempt.exit.started:.1f} s"
+            facts += f" ({attempt.exit.cpu_s or 0:.2f} CPU s)"
+        if rollout.state is RolloutState.SUCCEEDED:
+            log.info("%s", facts)
+            return
+        level = logging.INFO if rollout.failure is FailureClass.AGENT else logging.WARNING
+        log.log(level, "%s: %s; log: %s", facts, rollout.reason, self._log_path(attempt))
+
+    def _paths(self, attempt: Attempt) -> launch.AttemptPaths:
+        return launch.attempt_paths(self.config.run_dir, attempt.rollout_id, attempt.attempt)
+
+    def _log_path(self, attempt: Attempt) -> str:
+        paths = self._paths(attempt)
+        return str(paths.grade_log if attempt.tries else paths.harness_log)
+
+
+def keeps(policy: str, rollout: Rollout | None, attempt: Attempt) -> bool:
+    """Whether an attempt's workspace stays: `failed` keeps it unless its rollout succeeded or was cancelled."""
+    if policy != "failed":
+        return policy == "all"
+    ended_well = (
+        rollout is not None
+        and rollout.attempt == attempt.attempt
+        and rollout.state in (RolloutState.SUCCEEDED, RolloutState.CANCELLED)
+    )
+    return not ended_well

@@ -1,0 +1,262 @@
+"""What a harness or grader is started with: command, environment, folders. Pure; `workspace.py` does the
+writing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from leyden.config import RunConfig
+from leyden.controller.jobs import Job, grader_job, harness_job
+from leyden.errors import LaunchError
+from leyden.types import Json
+
+GRADE = Path(__file__).with_name("grade.py")
+MOST_CHARS = 1 << 20
+MOST_RANGE = 1000
+DEEPEST_LOOP = 2
+# What a harness is told to use; named in the warning about a harness that made no call.
+BASE_URL_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL")
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPaths:
+    """The files of one attempt, `run_dir/attempts/ROLLOUT/ATTEMPT`."""
+
+    root: Path
+
+    @property
+    def task(self) -> Path:
+        return self.root / "task.json"
+
+    @property
+    def workspace(self) -> Path:
+        return self.root / "workspace"
+
+    @property
+    def harness_log(self) -> Path:
+        return self.root / "harness.log"
+
+    @property
+    def exit(self) -> Path:
+        return self.root / "exit.json"
+
+    @property
+    def grade(self) -> Path:
+        return self.root / "grade"
+
+    @property
+    def grade_log(self) -> Path:
+        return self.grade / "grade.log"
+
+
+def attempt_paths(run_dir: Path, rollout_id: str, attempt: int) -> AttemptPaths:
+    """Raises LaunchError for an id that is not a plain file name."""
+    if not rollout_id or not all(c.isalnum() or c in "-_" for c in rollout_id):
+        raise LaunchError(f"rollout id {rollout_id!r} has characters other than letters, digits, - and _")
+    return AttemptPaths(run_dir / "attempts" / rollout_id / str(attempt))
+
+
+def variables(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> dict[str, Any]:
+    """What the templates of the run file may use."""
+    return {
+        "task": task,
+        "workspace": str(paths.workspace),
+        "rollout_id": rollout_id,
+        **_static_variables(config),
+    }
+
+
+def harness(
+    config: RunConfig,
+    url: str,
+    key: str,
+    rollout_id: str,
+    attempt: int,
+    task: Json,
+    parent: Mapping[str, str],
+) -> Job:
+    """The job of an attempt's harness. Raises LaunchError if a template cannot be rendered."""
+    paths = attempt_paths(config.run_dir, rollout_id, attempt)
+    known = variables(config, rollout_id, task, paths)
+    environment = _inherited(parent, url) | _endpoints(url) | _keys(key) | _own(config, rollout_id, attempt, paths)
+    environment |= {"LEYDEN_URL": url, "LEYDEN_KEY": key}
+    environment |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
+    return Job(
+        job_id=harness_job(rollout_id, attempt),
+        directory=paths.root,
+        argv=_command("harness.command", config.harness.command, known),
+        cwd=paths.workspace,
+        env=environment,
+        log=paths.harness_log,
+        log_bytes=config.harness.log_bytes,
+        fork=bool(config.harness.preload),
+        learn=bool(config.harness.preload),
+    )
+
+
+def grader(
+    config: RunConfig,
+    url: str,
+    key: str,
+    rollout_id: str,
+    attempt: int,
+    task: Json,
+    number: int,
+    parent: Mapping[str, str],
+    python: str,
+) -> Job:
+    """The job of an attempt's grader. A function runs under `python`, the controller's interpreter."""
+    paths = attempt_paths(config.run_dir, rollout_id, attempt)
+    known = variables(config, rollout_id, task, paths)
+    environment = _inherited(parent, url) | _own(config, rollout_id, attempt, paths)
+    environment |= {
+        "LEYDEN_KEY": key,
+        "LEYDEN_REWARD_URL": f"{url}/api/reward",
+        "LEYDEN_HARNESS_LOG": str(paths.harness_log),
+        "LEYDEN_EXIT": str(paths.exit),
+    }
+    if config.grader.function:
+        argv: tuple[str, ...] = (python, str(GRADE), config.grader.function, str(config.config_dir))
+    else:
+        argv = _command("grader.command", config.grader.command or [], known)
+    return Job(
+        job_id=grader_job(rollout_id, attempt, number),
+        directory=paths.grade,
+        argv=argv,
+        cwd=paths.workspace,
+        env=environment,
+        log=paths.grade_log,
+        log_bytes=config.harness.log_bytes,
+        fork=config.grader.function is not None,
+    )
+
+
+def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str]) -> dict[str, str]:
+    """What modules see while they are preloaded: the harness's variables without keys and without what names
+    a task.
+    """
+    environment = _inherited(parent, url) | _endpoints(url)
+    for name, text in config.harness.env.items():
+        try:
+            environment[name] = _render(f"harness.env.{name}", text, _static_variables(config))
+        except UndefinedError:
+            continue
+    return environment
+
+
+def render(name: str, text: str, known: Mapping[str, Any]) -> str:
+    """One template of the run file, called `name` in errors. Raises LaunchError."""
+    try:
+        return _render(name, text, known)
+    except UndefinedError as error:
+        raise LaunchError(f"{name}: {error.message}; known are {', '.join(sorted(known))}") from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """No access to Python's insides; products and paddings that could fill the memory are refused."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if not all(isinstance(v, int | float) for v in (left, right)) or (operator == "**" and abs(right) > 64):
+            raise TemplateError(f"{operator} is only for small numbers")
+        return super().call_binop(context, operator, left, right)
+
+
+def _sandbox() -> _Sandbox:
+    sandbox = _Sandbox(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    sandbox.globals = {"range": _short_range}
+    for name in ("center", "format", "indent", "wordwrap", "pprint"):
+        del sandbox.filters[name]
+    return sandbox
+
+
+def _short_range(*bounds: int) -> range:
+    numbers = range(*bounds)
+    if len(numbers) > MOST_RANGE:
+        raise TemplateError(f"range of {len(numbers)} numbers; at most {MOST_RANGE}")
+    return numbers
+
+
+def _render(name: str, text: str, known: Mapping[str, Any]) -> str:
+    sandbox = _sandbox()
+    try:
+        if _loop_depth(sandbox.parse(text)) > DEEPEST_LOOP:
+            raise TemplateError(f"loops are nested deeper than {DEEPEST_LOOP}")
+        template: Template = sandbox.from_string(text)
+        return _bounded(template, known)
+    except UndefinedError:
+        raise
+    except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise LaunchError(f"{name}: the template {text[:200]!r} cannot be rendered: {error}") from None
+
+
+def _loop_depth(node: nodes.Node) -> int:
+    inner = max(map(_loop_depth, node.iter_child_nodes()), default=0)
+    return inner + isinstance(node, nodes.For)
+
+
+def _bounded(template: Template, known: Mapping[str, Any]) -> str:
+    parts, size = [], 0
+    for part in template.generate(known):
+        size += len(part)
+        if size > MOST_CHARS:
+            raise TemplateError(f"the text is longer than {MOST_CHARS} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def _static_variables(config: RunConfig) -> dict[str, Any]:
+    return {
+        "run_dir": str(config.run_dir),
+        "config_dir": str(config.config_dir),
+        "model": config.model.name,
+    }
+
+
+def _command(name: str, command: list[str], known: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(render(f"{name}[{i}]", item, known) for i, item in enumerate(command))
+
+
+def _inherited(parent: Mapping[str, str], url: str) -> dict[str, str]:
+    """The controller's environment without Leyden's own variables; no proxy for the gateway's host."""
+    kept = {n: v for n, v in parent.items() if not n.startswith("LEYDEN_")}
+    host = urlsplit(url).hostname or ""
+    for name in ("NO_PROXY", "no_proxy"):
+        others = [h for h in kept.get(name, "").split(",") if h and h != host]
+        kept[name] = ",".join([*others, host])
+    return kept
+
+
+def _endpoints(url: str) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "ANTHROPIC_BASE_URL": url,
+        "GOOGLE_GEMINI_BASE_URL": url,
+    }
+
+
+def _keys(key: str) -> dict[str, str]:
+    names = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "GEMINI_API_KEY", "GOOGLE_API_KEY")
+    return dict.fromkeys(names, key)
+
+
+def _own(config: RunConfig, rollout_id: str, attempt: int, paths: AttemptPaths) -> dict[str, str]:
+    return {
+        "LEYDEN_ROLLOUT_ID": rollout_id,
+        "LEYDEN_ATTEMPT": str(attempt),
+        "LEYDEN_MODEL": config.model.name,
+        "LEYDEN_TASK": os.fspath(paths.task),
+        "LEYDEN_WORKSPACE": os.fspath(paths.workspace),
+        "PWD": os.fspath(paths.workspace),
+    }

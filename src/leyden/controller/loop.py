@@ -1,0 +1,228 @@
+"""The controller's loop: observe, plan, act.
+
+Concurrency. Everything runs in one event loop. Three coroutines live as long as the controller: `_feed`
+follows the gateway's rollouts by long-poll, the backend's `supervise` reads the launcher's messages, `_loop`
+plans. Each of the first two changes the board and sets `_wake`; so does every action when it ends. `_loop`
+waits for `_wake` or for the next deadline, whichever comes first, asks `plan`, and starts one task per
+action. An attempt with a running task is marked busy before the task starts, so that at most one action per
+attempt is under way; kills and adoptions are done at once. Nothing waits for a poll interval: the resync
+every RESYNC_S is a safety net only.
+
+A controller that is killed leaves the launcher and its jobs running; the next one, with the same id and run
+folder, connects to the launcher, reads the feed and adopts them. On a clean stop the attempts are killed and
+reported as infrastructure failures, so that their rollouts are queued again, and the launcher ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from leyden.client.control import ControlClient
+from leyden.config import RunConfig
+from leyden.controller import launch
+from leyden.controller.act import Actor
+from leyden.controller.backends.local import LauncherSettings, LocalBackend
+from leyden.controller.board import Board
+from leyden.controller.jobs import Exit
+from leyden.controller.plan import Action, Adopt, Attempt, Kill, Limits, Phase, Start, next_deadline, plan
+from leyden.errors import ConfigError, GatewayError
+from leyden.types import RolloutState
+
+log = logging.getLogger(__name__)
+RESYNC_S = 30.0
+STOP_REPORT_S = 10.0
+PAGE = 1000
+LIVE = (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING)
+
+
+async def run_controller(config: RunConfig, url: str, key: str, controller_id: str, *, stop: asyncio.Event) -> None:
+    """Run harnesses for the gateway at `url` until `stop` is set.
+
+    `key` is a control key. `controller_id` must be the same after a restart, or attempts are not adopted.
+    Raises LaunchError if the launcher cannot be started (a preloaded module that fails, for instance).
+    """
+    url = url.rstrip("/")
+    parent = dict(os.environ)
+    settings = launcher_settings(config, url, parent)
+    board = Board()
+    wake = asyncio.Event()
+
+    def on_end(job_id: str, exit_: Exit) -> None:
+        board.ended(job_id, exit_)
+        wake.set()
+
+    backend = LocalBackend(settings, on_end)
+    async with ControlClient(url, key) as client:
+        actor = Actor(config, url, controller_id, client, backend, board, sys.executable, parent)
+        await backend.open()
+        await Controller(actor, limits(config, controller_id), wake).run(stop)
+
+
+def limits(config: RunConfig, controller_id: str) -> Limits:
+    return Limits(
+        controller_id=controller_id,
+        concurrency=config.controller.concurrency,
+        timeout_s=config.harness.timeout_s,
+        grader_timeout_s=config.grader.timeout_s,
+        grader_tries=0 if config.grader.harness else config.grader.max_tries,
+    )
+
+
+def launcher_settings(config: RunConfig, url: str, parent: dict[str, str]) -> LauncherSettings:
+    """Where the run folder's launcher lives and which interpreter runs it; makes the folders."""
+    for name in ("launcher", "logs", "attempts"):
+        (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return LauncherSettings(
+        state=config.run_dir / "launcher",
+        log=config.run_dir / "logs" / "launcher.log",
+        python=_interpreter(config),
+        preload=tuple(config.harness.preload),
+        environment=launch.launcher_environment(config, url, parent),
+    )
+
+
+class Controller:
+    """The loop of the module's docstring."""
+
+    def __init__(self, actor: Actor, limits_: Limits, wake: asyncio.Event) -> None:
+        self._actor = actor
+        self._board = actor.board
+        self._limits = limits_
+        self._wake = wake
+        self._actions: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`, or until one of the coroutines fails: then its exception is raised."""
+        stopped = asyncio.create_task(stop.wait())
+        workers: list[asyncio.Task[Any]] = [
+            asyncio.create_task(c) for c in (self._feed(), self._actor.backend.supervise(), self._loop())
+        ]
+        try:
+            done, _ = await asyncio.wait([stopped, *workers], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await self._cancel([workers[0], workers[2], *self._actions])
+            await self._shut_down()
+        finally:
+            await self._cancel([stopped, *workers, *self._actions])
+            await self._actor.backend.close()
+
+    async def _feed(self) -> None:
+        cursor = await self._snapshot()
+        synced = time.monotonic()
+        while True:
+            try:
+                rollouts, cursor = await self._actor.client.rollouts(
+                    after=cursor, states=RolloutState, wait_s=RESYNC_S, limit=PAGE, tasks=False
+                )
+                self._board.absorb(rollouts)
+                if time.monotonic() > synced + RESYNC_S:
+                    await self._snapshot()
+                    synced = time.monotonic()
+            except GatewayError as error:
+                log.warning("the feed of rollouts: %s; trying again", error)
+                await asyncio.sleep(1.0)
+            self._wake.set()
+
+    async def _snapshot(self) -> int:
+        """All live rollouts, page by page, and the cursor after them. What is live here but not there is read
+        again.
+        """
+        cursor, live = 0, set()
+        while True:
+            rollouts, cursor = await self._actor.client.rollouts(after=cursor, states=LIVE, limit=PAGE, tasks=False)
+            self._board.absorb(rollouts)
+            live |= {r.rollout_id for r in rollouts}
+            if len(rollouts) < PAGE:
+                break
+        for rollout_id in [i for i, r in self._board.rollouts.items() if not r.state.terminal and i not in live]:
+            self._board.absorb([await self._actor.client.rollout(rollout_id)])
+        self._wake.set()
+        return cursor
+
+    async def _loop(self) -> None:
+        await self._wake.wait()
+        while True:
+            self._wake.clear()
+            if self._failure is not None:
+                raise self._failure
+            now = time.time()
+            observed = self._board.observed(self._actor.backend.running)
+            for action in plan(observed, self._board.rollouts, self._limits, now):
+                self._dispatch(action)
+            deadline = next_deadline(self._board.observed(()), self._board.rollouts, self._limits, now)
+            wait_s = RESYNC_S if deadline is None else min(RESYNC_S, max(0.0, deadline - time.time()) + 0.001)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _dispatch(self, action: Action) -> None:
+        match action:
+            case Adopt():
+                self._actor.adopt(action)
+                self._wake.set()
+            case Kill():
+                self._actor.kill(action)
+            case Start(rollout_id):
+                self._board.attempts[rollout_id] = Attempt(rollout_id, 0, Phase.STARTING, busy=True)
+                self._spawn(action)
+            case _:
+                self._board.change(action.rollout_id, busy=True)
+                self._spawn(action)
+
+    def _spawn(self, action: Action) -> None:
+        task = asyncio.create_task(self._actor.perform(action))
+        self._actions.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._actions.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+        self._wake.set()
+
+    async def _shut_down(self) -> None:
+        """Kill everything, end the launcher, give the rollouts back."""
+        await self._actor.backend.stop()
+        try:
+            async with asyncio.timeout(STOP_REPORT_S):
+                await asyncio.gather(*(self._give_back(a) for a in list(self._board.attempts.values())))
+        except TimeoutError:
+            log.warning("the gateway did not take back all attempts; the next controller will report them")
+
+    async def _give_back(self, attempt: Attempt) -> None:
+        rollout = self._board.rollouts.get(attempt.rollout_id)
+        if rollout is None or rollout.state not in LIVE[1:] or rollout.attempt != attempt.attempt:
+            return
+        try:
+            await self._actor.infrastructure(attempt, "the controller was stopped")
+        except GatewayError as error:
+            if error.status != 409:
+                log.warning("rollout %s could not be given back: %s", attempt.rollout_id, error)
+
+    @staticmethod
+    async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _interpreter(config: RunConfig) -> str:
+    """The absolute path of `harness.python`, or of this interpreter."""
+    if config.harness.python is None:
+        return sys.executable
+    named = config.harness.python
+    found = str(config.config_dir / named) if os.sep in named else shutil.which(named)
+    if found is None or not os.access(found, os.X_OK):
+        raise ConfigError("harness.python", f"{named!r} is not an executable; give the path of an interpreter")
+    return str(Path(found).absolute())

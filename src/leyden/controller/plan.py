@@ -1,0 +1,251 @@
+"""What to do next, as a pure function: `plan(observed, desired, limits, now)` -> actions.
+
+`desired` is what the gateway says (rollouts and their states), `observed` what runs on this machine. Capacity
+is counted from `observed` at every call, so that no ending can leak a slot. An attempt with an action under
+way is `busy`: it holds its slot and gets no second action.
+
+    queued ── Start ──▶ running ── harness ends ── Report ──▶ grading ── Grade ── grader ends ── Finish ──▶
+    final
+                           │ deadline: Refresh, then Kill                 │ crash: Grade again, then
+                           Infrastructure └ lost, killed by Leyden, never started: Infrastructure ──▶ queued
+                           again, or failed
+    the gateway says otherwise (cancelled, another attempt): Kill what runs, then Forget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from leyden.client.records import Rollout
+from leyden.controller.jobs import CANCELLED, TIMEOUT, Exit, grader_job, harness_job
+from leyden.types import RolloutState
+
+
+class Phase(StrEnum):
+    """Where an attempt of this machine stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+    GRADING = "grading"
+    GRADED = "graded"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt as this machine sees it. Times are Unix seconds.
+
+    `started` is the start of the harness, later of the grader; `tries` counts graders started; `refreshed` is
+    when the gateway's record was last read on purpose; `problem` says why an attempt is lost.
+    """
+
+    rollout_id: str
+    attempt: int
+    phase: Phase
+    started: float = 0.0
+    exit: Exit | None = None
+    tries: int = 0
+    grader_exit: Exit | None = None
+    refreshed: float = 0.0
+    busy: bool = False
+    killing: bool = False
+    problem: str = "nothing is known of it on this machine any more"
+
+    @property
+    def job_id(self) -> str:
+        """The job that runs, or ran last."""
+        if self.tries:
+            return grader_job(self.rollout_id, self.attempt, self.tries)
+        return harness_job(self.rollout_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """This machine: attempts by rollout id, and the ids of all jobs that run."""
+
+    attempts: Mapping[str, Attempt]
+    jobs: Iterable[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`concurrency` attempts at once. `grader_tries` 0: the harness itself reports its reward."""
+
+    controller_id: str
+    concurrency: int
+    timeout_s: float
+    grader_timeout_s: float
+    grader_tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Claim a queued rollout and start its harness."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Find out on this machine how an attempt stands that an earlier controller started."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the gateway how the harness ended."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Start the grader for the `number`-th time."""
+
+    rollout_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Infrastructure:
+    """The attempt is void."""
+
+    rollout_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """Read the rollout from the gateway: its held time or reward may be newer than what the feed told."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    job_id: str
+    reason: str
+    rollout_id: str | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Clean up after an attempt that is over."""
+
+    rollout_id: str
+
+
+Action = Start | Adopt | Report | Grade | Finish | Infrastructure | Refresh | Kill | Forget
+
+
+def plan(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now: float) -> list[Action]:
+    """The actions that are due. Applying none of them and asking again gives the same ones."""
+    actions: list[Action] = []
+    for attempt in observed.attempts.values():
+        if not attempt.busy:
+            actions += _next(attempt, desired.get(attempt.rollout_id), limits, now)
+    adoptable = [r for r in desired.values() if _is_mine(r, limits) and r.rollout_id not in observed.attempts]
+    actions += [Adopt(r.rollout_id) for r in adoptable]
+    actions += _strays(observed, adoptable)
+    free = limits.concurrency - len(observed.attempts) - len(adoptable)
+    waiting = [r for r in desired.values() if r.state is RolloutState.QUEUED and r.rollout_id not in observed.attempts]
+    waiting.sort(key=lambda r: (r.created, r.step, r.slot, r.member))
+    actions += [Start(r.rollout_id) for r in waiting[: max(0, free)]]
+    return actions
+
+
+def next_deadline(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now: float) -> float | None:
+    """When, after `now`, `plan` may answer something else although nothing happened; None if never."""
+    times = [_deadline(a, desired.get(a.rollout_id), limits) for a in observed.attempts.values() if not a.killing]
+    return min((t for t in times if t is not None and t > now), default=None)
+
+
+def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float) -> list[Action]:
+    if not _is_current(attempt, rollout):
+        return _abandon(attempt)
+    assert rollout is not None
+    if attempt.phase in (Phase.RUNNING, Phase.GRADING):
+        return _watch(attempt, rollout, limits, now)
+    if attempt.phase is Phase.EXITED:
+        return _after_harness(attempt, rollout, limits)
+    if attempt.phase is Phase.GRADED:
+        return _after_grader(attempt, rollout, limits)
+    if attempt.phase is Phase.LOST:
+        return [Infrastructure(attempt.rollout_id, attempt.problem)]
+    return []
+
+
+def _is_current(attempt: Attempt, rollout: Rollout | None) -> bool:
+    live = (RolloutState.RUNNING, RolloutState.GRADING)
+    return rollout is not None and rollout.state in live and rollout.attempt == attempt.attempt
+
+
+def _is_mine(rollout: Rollout, limits: Limits) -> bool:
+    live = (RolloutState.RUNNING, RolloutState.GRADING)
+    return rollout.state in live and rollout.controller == limits.controller_id
+
+
+def _abandon(attempt: Attempt) -> list[Action]:
+    """The gateway has no use for this attempt: end what runs, then clean up."""
+    if attempt.phase in (Phase.RUNNING, Phase.GRADING):
+        return [] if attempt.killing else [Kill(attempt.job_id, CANCELLED, attempt.rollout_id)]
+    return [Forget(attempt.rollout_id)]
+
+
+def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> list[Action]:
+    """At the deadline read once more how long Leyden held the harness; then kill it."""
+    deadline = _deadline(attempt, rollout, limits)
+    if attempt.killing or deadline is None or now < deadline:
+        return []
+    if attempt.phase is Phase.RUNNING and attempt.refreshed < deadline:
+        return [Refresh(attempt.rollout_id)]
+    return [Kill(attempt.job_id, TIMEOUT, attempt.rollout_id)]
+
+
+def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> float | None:
+    if attempt.phase is Phase.RUNNING:
+        return attempt.started + limits.timeout_s + (rollout.held_s if rollout else 0.0)
+    if attempt.phase is Phase.GRADING:
+        return attempt.started + limits.grader_timeout_s
+    return None
+
+
+def _after_harness(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
+    assert attempt.exit is not None
+    if attempt.exit.error or attempt.exit.killed not in (None, TIMEOUT):
+        return [Infrastructure(attempt.rollout_id, attempt.exit.describe())]
+    if rollout.state is RolloutState.RUNNING:
+        return [Report(attempt.rollout_id)]
+    if limits.grader_tries == 0 or rollout.reward is not None:
+        return [Finish(attempt.rollout_id)]
+    return [Grade(attempt.rollout_id, 1)]
+
+
+def _after_grader(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
+    """A reward that was accepted stands, whatever became of the grader afterwards."""
+    assert attempt.grader_exit is not None
+    if rollout.reward is not None or attempt.grader_exit.clean:
+        return [Finish(attempt.rollout_id)]
+    if attempt.refreshed < attempt.grader_exit.ended:
+        return [Refresh(attempt.rollout_id)]
+    if attempt.tries < limits.grader_tries:
+        return [Grade(attempt.rollout_id, attempt.tries + 1)]
+    why = f"the grader failed {attempt.tries} times, last: {attempt.grader_exit.describe()}"
+    return [Infrastructure(attempt.rollout_id, why)]
+
+
+def _strays(observed: Observed, adoptable: list[Rollout]) -> list[Action]:
+    """Jobs that belong to no attempt that this controller knows or will adopt."""
+    known = {(a.rollout_id, a.attempt) for a in observed.attempts.values()}
+    known |= {(r.rollout_id, r.attempt) for r in adoptable}
+    prefixes = {harness_job(*key) for key in known}
+    return [Kill(job, CANCELLED) for job in observed.jobs if job.partition(".grade")[0] not in prefixes]

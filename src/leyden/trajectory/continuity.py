@@ -224,7 +224,7 @@ def _match(ids: Ids, start: int, parts: Iterable[Ids]) -> int:
     """The position after `parts`, if `ids` holds them from `start` on; else -1."""
     for part in parts:
         end = start + len(part)
-        if end > len(ids) or not np.array_equal(ids[start:end], part):
+        if end > len(ids) or (part.size and ids[end - 1] != part[-1]) or not np.array_equal(ids[start:end], part):
             return -1
         start = end
     return start

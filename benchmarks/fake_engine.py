@@ -1,0 +1,66 @@
+"""An engine that answers at once: the contract of `/generate` with as little work as possible.
+
+    python fake_engine.py PORT
+
+It samples `max_tokens` ids of a repeating pattern and ends with the first stop id. `delay_s` in the query string delays
+the answer. GET /stats says how many calls came and how many were open at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+import uvicorn
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.calls = self.open = self.peak = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/generate":
+            await reply(send, {"version": 0, "calls": self.calls, "peak": self.peak})
+            return
+        self.calls += 1
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        try:
+            request = orjson.loads(await body(receive))
+            delay_s = float(parse_qs(scope["query_string"].decode()).get("delay_s", ["0"])[0])
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            await reply(send, answer(request))
+        finally:
+            self.open -= 1
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    count = min(request["max_tokens"], 200)
+    ids = [300 + i % 97 for i in range(count - 1)] + request["stop_token_ids"][:1]
+    return {"token_ids": ids, "logprobs": [-0.7] * count, "finish_reason": "stop", "spans": [[0, count]]}
+
+
+async def body(receive: Any) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def reply(send: Any, content: dict[str, Any]) -> None:
+    raw = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": raw})
+
+
+if __name__ == "__main__":
+    options = {"http": "httptools", "loop": "uvloop", "log_level": "warning", "timeout_keep_alive": 3600}
+    uvicorn.run(FakeEngine(), host="127.0.0.1", port=int(sys.argv[1]), **options)

@@ -11,9 +11,7 @@ METHODS = ["grpo", "rloo", "mean_only"]
 def test_grpo_hand_computed():
     # mean 0.5, sample std sqrt(1/3)
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    np.testing.assert_allclose(
-        advantages([1, 0, 1, 0], "grpo"), [expected, -expected, expected, -expected], rtol=1e-12
-    )
+    np.testing.assert_allclose(advantages([1, 0, 1, 0], "grpo"), [expected, -expected, expected, -expected], rtol=1e-12)
 
 
 def test_statistics_leave_out_the_lost_rollout():

@@ -42,15 +42,11 @@ def group(*rollouts, group_id="g"):
 
 def test_group_mean_counts_rollouts_not_samples():
     """L02: rewards [1, 0, 1, 0] with 2, 1, 2, 1 samples."""
-    batch = build_batch(
-        [group(rollout(1, 3, 3), rollout(0, 3), rollout(1, 3, 3), rollout(0, 3))], AlgorithmConfig()
-    )
+    batch = build_batch([group(rollout(1, 3, 3), rollout(0, 3), rollout(1, 3, 3), rollout(0, 3))], AlgorithmConfig())
     a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
     assert [s.advantage for s in batch.samples] == pytest.approx([a, a, -a, a, a, -a])
     assert [s.rollout for s in batch.samples] == [0, 0, 1, 2, 2, 3]
-    assert [s.weight for s in batch.samples] == pytest.approx(
-        [1 / 24, 1 / 24, 1 / 12, 1 / 24, 1 / 24, 1 / 12]
-    )
+    assert [s.weight for s in batch.samples] == pytest.approx([1 / 24, 1 / 24, 1 / 12, 1 / 24, 1 / 24, 1 / 12])
     assert batch.counts.samples_per_rollout == 1.5
     assert batch.counts.trained_tokens == 18
     assert batch.counts.tokens == 30
@@ -62,9 +58,7 @@ def test_excluded_rollouts_leave_statistics_and_weights():
         [group(rollout(1, 5, 2), rollout(1, 4), rollout(0, 4), rollout(0, 9, excluded="infrastructure"))],
         CONFIG,
     )
-    assert [s.advantage for s in batch.samples] == pytest.approx(
-        [0.57735, 0.57735, 0.57735, -1.15470], abs=1e-5
-    )
+    assert [s.advantage for s in batch.samples] == pytest.approx([0.57735, 0.57735, 0.57735, -1.15470], abs=1e-5)
     assert [s.weight for s in batch.samples] == pytest.approx([1 / 21, 1 / 21, 1 / 12, 1 / 12])
     assert batch.counts.excluded == {"infrastructure": 1}
     assert batch.counts.rollouts == 3
@@ -101,9 +95,7 @@ def test_shrunken_group_of_one_gets_zero_and_is_counted():
 
 def test_no_spread_is_counted_and_needs_no_forward_pass():
     """L04."""
-    batch = build_batch(
-        [group(rollout(0.3, 2), rollout(0.1 + 0.2, 2)), group(rollout(1, 2), rollout(0, 2))], CONFIG
-    )
+    batch = build_batch([group(rollout(0.3, 2), rollout(0.1 + 0.2, 2)), group(rollout(1, 2), rollout(0, 2))], CONFIG)
     assert batch.counts.groups_without_spread == 1
     assert batch.counts.zero_advantage_rollouts == 2
     assert [needs_forward(s, CONFIG) for s in batch.samples] == [False, False, True, True]
@@ -126,17 +118,13 @@ def test_rollout_without_a_trained_token_counts_in_statistics_only():
 
 def test_mini_batches_hold_whole_rollouts():
     """L10: 4 rollouts with 5, 1, 1, 1 samples and 2 rollouts per step: 2 steps, all 8 samples, N = 2."""
-    batch = build_batch(
-        [group(rollout(1, 2, 2, 2, 2, 2), rollout(0, 4)), group(rollout(1, 4), rollout(0, 4))], CONFIG
-    )
+    batch = build_batch([group(rollout(1, 2, 2, 2, 2, 2), rollout(0, 4)), group(rollout(1, 4), rollout(0, 4))], CONFIG)
     minis = mini_batches(batch, 2, np.random.default_rng(0))
     assert len(minis) == 2
     assert [len({s.rollout for s in mini}) for mini in minis] == [2, 2]
     assert sorted(s.rollout for mini in minis for s in mini) == [0, 0, 0, 0, 0, 1, 2, 3]
     for mini in minis:
-        assert {s.rollout: s.weight for s in mini} == {
-            s.rollout: 1 / (2 * (10 if s.rollout == 0 else 4)) for s in mini
-        }
+        assert {s.rollout: s.weight for s in mini} == {s.rollout: 1 / (2 * (10 if s.rollout == 0 else 4)) for s in mini}
 
 
 def test_mini_batch_sizes_differ_by_at_most_one_and_follow_the_seed():

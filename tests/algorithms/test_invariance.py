@@ -67,13 +67,9 @@ def groups(*, splitted=False, extra=()):
         conversation(2, 7, (2, 6), "b"),
         conversation(3, 9, (4, 5, 6, 7, 8), "c"),
     ]
-    parts = (
-        [split(samples[0], 6), (samples[1],), split(samples[2], 6)] if splitted else [(s,) for s in samples]
-    )
+    parts = [split(samples[0], 6), (samples[1],), split(samples[2], 6)] if splitted else [(s,) for s in samples]
     rewards = [1.0, 0.0, 0.25]
-    rollouts = tuple(
-        RolloutResult(s.rollout_id, r, p) for s, r, p in zip(samples, rewards, parts, strict=True)
-    )
+    rollouts = tuple(RolloutResult(s.rollout_id, r, p) for s, r, p in zip(samples, rewards, parts, strict=True))
     return [GroupResult("g", rollouts + tuple(extra))]
 
 

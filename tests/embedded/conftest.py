@@ -49,9 +49,13 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
 
 
-@pytest.fixture
-def model():
-    return tiny_model()
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Tiny matrices gain nothing from a second thread, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -44,9 +44,7 @@ def advantages(rewards: Sequence[float], method: AdvantageMethod) -> NDArray[np.
     """
     rewards_R = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards_R).all():
-        raise ValueError(
-            f"rewards {list(rewards)} of a group must be finite; leave out rollouts without a reward"
-        )
+        raise ValueError(f"rewards {list(rewards)} of a group must be finite; leave out rollouts without a reward")
     if not has_spread(rewards):
         return np.zeros_like(rewards_R)
     centred_R = rewards_R - rewards_R.mean()

@@ -183,9 +183,7 @@ def _weigh(samples: Sequence[WeightedSample], config: AlgorithmConfig) -> list[W
     for s in samples:
         tokens_by_rollout[s.rollout] += int(s.sample.mask_L.sum())
     rollouts = list(tokens_by_rollout)
-    weights_R = token_weights(
-        [tokens_by_rollout[r] for r in rollouts], config.weights, config.constant_tokens
-    )
+    weights_R = token_weights([tokens_by_rollout[r] for r in rollouts], config.weights, config.constant_tokens)
     weight_of = dict(zip(rollouts, weights_R.tolist(), strict=True))
     return [replace(s, weight=weight_of[s.rollout]) for s in samples]
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class SamplerStats:
     decode_s: float = 0.0
 
 
+class _Update(NamedTuple):
+    apply: Callable[[], None]
+    version: int
+    lineage: str | None
+    future: Future[None]
+
+
 class Sampler:
     """See the module's head. `model` belongs to the sampler's thread from now on: give it a copy of its own.
 
@@ -63,11 +70,12 @@ class Sampler:
         context_tokens: int,
         decode: Decode | None = None,
         version: int = 0,
+        lineage: str = "",
         seed: int = 0,
         prefill_tokens: int = 8192,
     ) -> None:
         check_supported(model.config, context_tokens)
-        self._model = model.eval()
+        self.model = model.eval()
         self._device = next(model.parameters()).device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._context = context_tokens
@@ -79,12 +87,13 @@ class Sampler:
         self._columns = torch.arange(context_tokens + 1, device=self._device)
         self._seeds = random.Random(seed)
         self._version = version
+        self._lineage = lineage
         self._broken: str | None = None
         self._active: list[Active] = []
         self._waiting: deque[Active] = deque()
         self._changed = threading.Condition()
         self._inbox: list[Active] = []
-        self._updates: list[tuple[Callable[[], None], int, Future[None]]] = []
+        self._updates: list[_Update] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="leyden-sampler", daemon=True)
         self.stats = SamplerStats()
@@ -93,6 +102,11 @@ class Sampler:
     def version(self) -> int:
         """Policy version of the weights that the next token is sampled with."""
         return self._version
+
+    @property
+    def lineage(self) -> str:
+        """With the version, names one set of weights."""
+        return self._lineage
 
     @property
     def load(self) -> tuple[int, int]:
@@ -137,9 +151,8 @@ class Sampler:
             self._changed.notify()
         return active.future
 
-    def update_weights(self, apply: Callable[[], None], version: int) -> Future[None]:
-        """Run `apply`, which writes new weights into the sampler's model, between two tokens; then they are
-        `version`.
+    def update_weights(self, apply: Callable[[], None], version: int, lineage: str | None = None) -> Future[None]:
+        """Run `apply`, which writes new weights into `model`, between two tokens; from then on they are `version`.
 
         If `apply` raises, the future does too and nothing is sampled until an update succeeds.
         """
@@ -147,7 +160,7 @@ class Sampler:
         with self._changed:
             if self._closing:
                 raise EngineUnavailable("the sampler is closed")
-            self._updates.append((apply, version, future))
+            self._updates.append(_Update(apply, version, lineage, future))
             self._changed.notify()
         return future
 
@@ -176,25 +189,27 @@ class Sampler:
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             updates, self._updates = self._updates, []
-        for apply, version, future in updates:
-            self._update(apply, version, future)
+        for update in updates:
+            self._update(update)
         return True
 
-    def _update(self, apply: Callable[[], None], version: int, future: Future[None]) -> None:
+    def _update(self, update: _Update) -> None:
         for active in self._active:
             self._table.release(active.slot)
         self._waiting.extendleft(reversed(self._active))
         self._active = []
         self._table.forget()
         try:
-            apply()
+            update.apply()
         except Exception as error:
-            self._broken = f"the update to version {version} failed: {error}"
+            self._broken = f"the update to version {update.version} failed: {error}"
             self._fail_active(EngineUnavailable(self._broken))
-            future.set_exception(error)
+            _settle(update.future, error)
             return
-        self._version, self._broken = version, None
-        _settle(future, None)
+        self._version, self._broken = update.version, None
+        if update.lineage is not None:
+            self._lineage = update.lineage
+        _settle(update.future, None)
 
     def _drop_cancelled(self) -> None:
         for active in [a for a in self._active if a.future.cancelled()]:
@@ -329,8 +344,8 @@ class Sampler:
             self._closing = True
             updates, self._updates = self._updates, []
         self._fail_active(EngineUnavailable("the sampler is closed"))
-        for _, _, future in updates:
-            _settle(future, EngineUnavailable("the sampler is closed"))
+        for update in updates:
+            _settle(update.future, EngineUnavailable("the sampler is closed"))
 
 
 def check_supported(config: Any, context_tokens: int) -> None:

@@ -1,0 +1,266 @@
+"""The policy that is trained: a Hugging Face causal LM in float32, AdamW, and the optimizer steps of an update.
+
+Life of an update: pi_old is the policy as it is when `update` begins. The batch is dealt into mini-batches of whole
+rollouts; each is one optimizer step, its gradient summed over micro-batches. With a single mini-batch the policy
+that is differentiated *is* pi_old, so its log-probs are taken from the same forward pass; with several, a first
+pass over all samples records them. Dropout is off throughout, or pi and pi_old would differ by noise.
+
+The sampler has its own copy of the weights (`make_sampler`), which changes only in `publish`: it never sees half
+an update. `publish` must be finished before the next `update` begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from leyden.algorithms.batch import Batch, WeightedSample, micro_batches, mini_batches, needs_forward
+from leyden.algorithms.objective import Objective, objective
+from leyden.algorithms.padding import pad
+from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig, RunConfig
+from leyden.errors import ConfigError, TrainingError
+from leyden.trainer.embedded import checkpoint
+from leyden.trainer.embedded.forward import trained_logprobs
+from leyden.trainer.embedded.sampler import Sampler, check_supported
+from leyden.trainer.embedded.tally import ProgressCallback, Tally, UpdateMetrics
+from leyden.types import Json
+
+MicroBatch = list[WeightedSample]
+
+
+class EmbeddedPolicy:
+    """See the module's head. Not thread-safe: one call at a time.
+
+    Raises ConfigError if the model folder cannot be loaded or its attention is not supported.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        embedded: EmbeddedConfig,
+        mini_batches: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self._algorithm = algorithm
+        self._optimizer_config = optimizer
+        self._embedded = embedded
+        self._context_tokens = model.context_tokens
+        self._mini_batches = mini_batches
+        self._rng = np.random.default_rng(seed)
+        if embedded.threads:
+            torch.set_num_threads(embedded.threads)
+        self.device = _device(embedded.device)
+        self.model, self.tokenizer = _load(model.path, self.device)
+        check_supported(self.model.config, model.context_tokens)
+        self._reference = _frozen_copy(self.model) if algorithm.kl_coef > 0 else None
+        self._optimizer = make_optimizer(self.model, optimizer)
+        self.optimizer_steps = 0
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> EmbeddedPolicy:
+        return cls(
+            config.model,
+            algorithm=config.algorithm,
+            optimizer=config.optimizer,
+            embedded=config.embedded,
+            mini_batches=config.trainer.mini_batches,
+            seed=config.trainer.seed,
+        )
+
+    def update(
+        self, batch: Batch, sampling_temperature: float, on_progress: ProgressCallback | None = None
+    ) -> UpdateMetrics:
+        """One training step on a batch. A mini-batch without any gradient makes no optimizer step and is counted.
+
+        `on_progress(samples done, samples in all)` is called after every micro-batch. Raises TrainingError, naming
+        the optimizer step, if a loss or a gradient norm is not finite; that optimizer step then changes nothing,
+        while mini-batches before it in this update have been applied: go back to a checkpoint.
+        """
+        started = time.perf_counter()
+        work = [self._micro_batches(mini) for mini in mini_batches(batch, self._mini_batches, self._rng)]
+        total = sum(len(micro) for micros in work for micro in micros)
+        tally = Tally(total, on_progress)
+        old = self._old_logprobs(work, sampling_temperature) if len(work) > 1 else None
+        for number, micros in enumerate(work):
+            if not micros:
+                tally.steps_skipped += 1
+                continue
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = 0.0
+            for index, micro in enumerate(micros):
+                result = self._backward(micro, sampling_temperature, old[number][index] if old else None)
+                self._require_finite("loss", value := float(result.loss.detach()), micro)
+                loss += value
+                tally.add(result, len(micro))
+            tally.step(loss, self._optimizer_step(micros))
+        return tally.metrics(
+            lr=self._optimizer.param_groups[0]["lr"],
+            samples_skipped=len(batch.samples) - total,
+            seconds=time.perf_counter() - started,
+        )
+
+    def make_sampler(self, *, version: int = 0, lineage: str = "", seed: int = 0) -> Sampler:
+        """A sampler with a copy of the current weights. Not started."""
+        return Sampler(
+            _frozen_copy(self.model),
+            slots=self._embedded.slots,
+            context_tokens=self._context_tokens,
+            decode=self.decode,
+            version=version,
+            lineage=lineage,
+            seed=seed,
+        )
+
+    def publish(self, sampler: Sampler, version: int, lineage: str | None = None) -> Future[None]:
+        """Copy the current weights into the sampler, between two tokens; done when the future is."""
+        return sampler.update_weights(lambda: copy_weights(self.model, sampler.model), version, lineage)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids as it stands, special tokens included."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def save(self, root: Path, name: str, state: Json, *, keep: int) -> Path:
+        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep`."""
+        return checkpoint.save(
+            root,
+            name,
+            checkpoint.Parts(self.model, self.tokenizer, self._optimizer, self._rng),
+            policy_state={"optimizer_steps": self.optimizer_steps},
+            state=state,
+            keep=keep,
+        )
+
+    def load(self, path: Path) -> Json:
+        """Go on from a checkpoint exactly where it was written; returns the caller's `state`.
+
+        The KL's reference stays the initial model.
+        """
+        policy_state, state = checkpoint.load(
+            path, checkpoint.Parts(self.model, self.tokenizer, self._optimizer, self._rng)
+        )
+        self.optimizer_steps = int(policy_state["optimizer_steps"])
+        return state
+
+    def _micro_batches(self, mini: Sequence[WeightedSample]) -> list[MicroBatch]:
+        kept = [s for s in mini if needs_forward(s, self._algorithm)]
+        return micro_batches(kept, self._embedded.micro_batch_tokens)
+
+    @torch.no_grad()
+    def _old_logprobs(self, work: Sequence[Sequence[MicroBatch]], temperature: float) -> list[list[Tensor]]:
+        """log-probs [T] of every micro-batch under the policy as it is now."""
+
+        def of(micro: MicroBatch) -> Tensor:
+            return trained_logprobs(self.model, pad(micro, device=self.device), temperature)[0]
+
+        return [[of(micro) for micro in micros] for micros in work]
+
+    def _backward(self, micro: MicroBatch, temperature: float, old_T: Tensor | None) -> Objective:
+        padded = pad(micro, device=self.device)
+        logprobs_T, entropy_T = trained_logprobs(self.model, padded, temperature)
+        reference_T = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_T = trained_logprobs(self._reference, padded, temperature)[0]
+        result = objective(
+            logprobs_T,
+            entropy_T,
+            old_T=logprobs_T.detach() if old_T is None else old_T,
+            rollout_T=padded.logprobs_T,
+            advantage_T=padded.advantage_T,
+            weight_T=padded.weight_T,
+            reference_T=reference_T,
+            config=self._algorithm,
+        )
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        return result
+
+    def _optimizer_step(self, micros: Sequence[MicroBatch]) -> float:
+        """Clip, check and apply the gradient; returns its norm before clipping."""
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self._optimizer_config.max_grad_norm))
+        self._require_finite("gradient norm", norm, [s for micro in micros for s in micro])
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._optimizer_config, self.optimizer_steps)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return norm
+
+    def _require_finite(self, what: str, value: float, samples: Sequence[WeightedSample]) -> None:
+        if math.isfinite(value):
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        rollouts = sorted({s.sample.rollout_id for s in samples})
+        raise TrainingError(
+            f"optimizer step {self.optimizer_steps + 1}: the {what} is {value}; the step was not applied. Rollouts: "
+            f"{', '.join(rollouts[:5])}{' ...' if len(rollouts) > 5 else ''}. A lower optimizer.lr may help"
+        )
+
+
+def make_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decoupled decay on matrices only.
+
+    Parameters of one dimension (norms, biases) are not decayed; embeddings are matrices and are, as in nanoGPT
+    and Megatron-LM.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def learning_rate(config: OptimizerConfig, steps_done: int) -> float:
+    """Linear warm-up over `warmup_steps` optimizer steps, then constant. Warm-up 4: 1/4, 2/4, 3/4, 1, 1, ... of lr."""
+    return config.lr * min(1.0, (steps_done + 1) / max(1, config.warmup_steps))
+
+
+@torch.no_grad()
+def copy_weights(source: Any, target: Any) -> None:
+    """Copy parameters and buffers in place, so that the target's own references to them stay valid."""
+    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))
+    for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
+        mine.copy_(theirs)
+
+
+def _frozen_copy(model: Any) -> Any:
+    """The same model with parameters of its own and without gradients."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("embedded.device", f"{name!r} cannot be used here: {error}") from error
+    return device
+
+
+def _load(path: str, device: torch.device) -> tuple[Any, Any]:
+    """Model in float32 (weights stored in bfloat16 are cast up: an update of 1e-6 would vanish in them), tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "model.path", f"{path!r} cannot be loaded as a causal LM with a tokenizer: {error}"
+        ) from error
+    return model.to(device).eval(), tokenizer

@@ -125,10 +125,16 @@ def test_siblings_are_named() -> None:
     child_messages = [*ASK, main.reply, user("b")]
     child = node(2, child_messages, assistant("c"), parent=main)
     conversations = known(main, child)
-    assert sibling_cause(conversations, main, prefix_keys(child_messages)[-1]) is ForkCause.REPEATED
-    assert sibling_cause(conversations, main, b"another prompt") is ForkCause.PARALLEL
-    assert sibling_cause(conversations, child, b"x") is None
-    assert sibling_cause(conversations, None, main.prompt_key) is ForkCause.REPEATED
+
+    def cause(parent: Node | None, messages: list[Any]) -> Any:
+        return sibling_cause(conversations, parent, messages, prefix_keys(messages))
+
+    assert cause(main, child_messages) is ForkCause.REPEATED
+    assert cause(main, [*child_messages, user("format error")]) is ForkCause.REPLY_DROPPED
+    assert cause(main, [*child_messages, assistant("C"), user("d")]) is ForkCause.REPLY_REWRITTEN
+    assert cause(main, [*ASK, main.reply, user("another way")]) is ForkCause.PARALLEL
+    assert cause(child, [*child_messages, child.reply, user("d")]) is None
+    assert cause(None, ASK) is ForkCause.REPEATED
 
 
 def test_ids_that_extend_a_turn_find_it_without_its_messages() -> None:

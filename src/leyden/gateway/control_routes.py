@@ -215,8 +215,9 @@ class ControlApi:
 
     async def add_event(self, request: Request, claims: Claims) -> Json:
         body = await self._body(request, EventBody, limit=MOST_EVENT_BYTES)
-        rollout_id, attempt = _subject(claims, body.rollout_id, body.attempt)
-        self.store.rollouts.get(rollout_id)
+        named = body.rollout_id if claims.scope is Scope.CONTROL else claims.rollout_id
+        current = self.store.rollouts.get(named or "")["attempt"] if body.attempt is None else body.attempt
+        rollout_id, attempt = _subject(claims, named, current)
         return {"seq": self.store.turns.add_event(rollout_id, attempt, body.kind, body.data)}
 
     async def list_events(self, request: Request, _: Claims) -> Json:

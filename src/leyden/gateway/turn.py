@@ -170,14 +170,14 @@ class TurnService:
                 reasoning=reasoning,
             )
             if ids is not None:
-                cause = sibling_cause(known, parent, keys[-1])
+                cause = sibling_cause(known, parent, request.messages, keys)
                 return Prompt(ids, parent, cause, keys, tools_key, reasoning)
             found = Continuation(None, [], ForkCause.TEMPLATE)
         ids = self._renderer.render(request.messages, request.tools)
         if found.cause is not ForkCause.CONTINUITY_OFF:
             parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
             if parent_by_ids is not None:
-                cause = sibling_cause(known, parent_by_ids, keys[-1])
+                cause = sibling_cause(known, parent_by_ids, request.messages, keys)
                 return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
         return Prompt(ids, None, found.cause, keys, tools_key, reasoning)
 
@@ -189,7 +189,7 @@ class TurnService:
         return find(known, request.messages, tools_key, keys)
 
     def _engine_request(self, attempt: Attempt, request: ChatRequest, prompt: Prompt) -> GenerateRequest:
-        """Sampling by the run file in training and by the group or the harness in evaluation; tokens fit the context."""
+        """Sampling by the run file in training, by the group or the harness in evaluation; tokens fit the context."""
         limit = self._models.context_tokens
         room = limit - len(prompt.ids)
         if room <= 0:
@@ -278,7 +278,7 @@ class TurnService:
             has_reasoning=prompt.has_reasoning or "reasoning_content" in reply,
             bridgeable=generation.stop_string is None,
         )
-        cause = prompt.cause or sibling_cause(attempt.conversations, parent, node.prompt_key)
+        cause = prompt.cause or sibling_cause(attempt.conversations, parent, request.messages, prompt.keys)
         try:
             self._store.turns.commit(
                 turn_id,

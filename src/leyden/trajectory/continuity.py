@@ -157,7 +157,9 @@ def find(known: Conversations, messages: Sequence[Json], tools_key: bytes, keys:
         if node.tools_key != tools_key:
             return Continuation(None, [], ForkCause.TOOLS_CHANGED)
         if any(message["role"] == "assistant" for message in new_messages):
-            return Continuation(None, [], _lost_reply(known, messages, keys) or ForkCause.UNSAMPLED_REPLY)
+            return Continuation(
+                None, [], _lost_reply(known.nodes.values(), messages, keys) or ForkCause.UNSAMPLED_REPLY
+            )
         if not node.bridgeable:
             return Continuation(None, [], ForkCause.STOP_STRING)
         return Continuation(node, new_messages)
@@ -177,12 +179,16 @@ def extended(known: Conversations, prompt_ids: Ids) -> Node | None:
     return best[1] if best else None
 
 
-def sibling_cause(known: Conversations, parent: Node | None, prompt_key: bytes) -> ForkCause | None:
+def sibling_cause(
+    known: Conversations, parent: Node | None, messages: Sequence[Json], keys: Sequence[bytes]
+) -> ForkCause | None:
     """Why a turn under `parent` is not the only one there: None when it is."""
     siblings = [node for node in known.nodes.values() if node.parent is parent]
-    if any(node.prompt_key == prompt_key for node in siblings):
+    if any(node.prompt_key == keys[-1] for node in siblings):
         return ForkCause.REPEATED
-    return ForkCause.PARALLEL if siblings and parent is not None else None
+    if parent is None or not siblings:
+        return None
+    return _lost_reply(siblings, messages, keys) or ForkCause.PARALLEL
 
 
 def has_reasoning(messages: Iterable[Json]) -> bool:
@@ -192,7 +198,7 @@ def has_reasoning(messages: Iterable[Json]) -> bool:
 def _root_cause(known: Conversations, messages: Sequence[Json], keys: Sequence[bytes]) -> ForkCause | None:
     if not known.nodes:
         return None
-    lost = _lost_reply(known, messages, keys)
+    lost = _lost_reply(known.nodes.values(), messages, keys)
     if lost:
         return lost
     if any(node.prompt_key == keys[-1] for node in known.nodes.values()):
@@ -201,12 +207,12 @@ def _root_cause(known: Conversations, messages: Sequence[Json], keys: Sequence[b
     return ForkCause.HISTORY_REWRITTEN if keys[1] in first_known else ForkCause.NEW_CONVERSATION
 
 
-def _lost_reply(known: Conversations, messages: Sequence[Json], keys: Sequence[bytes]) -> ForkCause | None:
+def _lost_reply(nodes: Iterable[Node], messages: Sequence[Json], keys: Sequence[bytes]) -> ForkCause | None:
     """The request repeats the prompt of a turn, then goes on without that turn's reply as it was."""
     position = {key: length for length, key in enumerate(keys)}
     candidates = [
         node
-        for node in known.nodes.values()
+        for node in nodes
         if position.get(node.prompt_key, len(messages)) < len(messages) and node.key not in position
     ]
     if not candidates:

@@ -93,6 +93,7 @@ def build(
         lifespan=lifespan,
     )
     app.state.turns = turns
+    app.state.feed = feed
     return app
 
 
@@ -137,6 +138,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.turns.closing = True
+        self._app.state.feed.close()
         await super().shutdown(sockets)
 
 

@@ -21,11 +21,13 @@ RECENT_REPLIES = 32
 
 @dataclass(slots=True)
 class Delivery:
-    """What became of the last call with one request key. `reply` is None while the engine works."""
+    """What became of the last call with one request key. `reply` is None while the engine works; `cut` says that the
+    connection closed before the reply's last byte.
+    """
 
-    task: asyncio.Task[ChatReply] | None = None
+    task: asyncio.Task[Delivery] | None = None
     reply: ChatReply | None = None
-    delivered: bool = False
+    cut: bool = False
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Attempts:
             node = _node(stored, attempt.conversations)
             attempt.conversations.add(node)
             reply = reply_of(node, stored, self._model_name)
-            attempt.remember(stored.request_key, Delivery(reply=reply, delivered=True))
+            attempt.remember(stored.request_key, Delivery(reply=reply))
         return attempt
 
 

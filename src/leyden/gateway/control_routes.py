@@ -152,7 +152,7 @@ class ControlApi:
             newest = self.store.rollouts.cursor()
             rows = self.store.rollouts.after(after, states, limit, tasks=query.get("tasks") != "0")
             left = deadline - time.monotonic()
-            if rows or left <= 0:
+            if rows or left <= 0 or self.feed.closed:
                 cursor = rows[-1]["change"] if len(rows) == limit else max(newest, after)
                 return {"rollouts": rows, "cursor": cursor}
             await self.feed.wait(left)

@@ -11,12 +11,23 @@ class Feed:
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
+        self._closed = False
 
     def notify(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
+        if not self._closed:
+            self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Wake all readers for good: the gateway stops."""
+        self._closed = True
+        self._changed.set()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     async def wait(self, timeout_s: float) -> None:
-        """Return at the next change or after `timeout_s`."""
+        """Return at the next change, when the feed closes, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)

@@ -54,6 +54,9 @@ class ModelEndpoint:
         gone = asyncio.create_task(_hang_up(receive))
         try:
             await self._deliver(request, work, gone, send)
+        except asyncio.CancelledError:
+            if not self._turns.closing:
+                raise
         finally:
             gone.cancel()
             work.cancel()
@@ -63,17 +66,19 @@ class ModelEndpoint:
     async def _deliver(
         self, request: ChatRequest, work: asyncio.Task[Delivery], gone: asyncio.Task[None], send: Send
     ) -> None:
+        kind = b"text/event-stream" if request.stream else b"application/json"
         started = False
-        while not work.done():
+        while True:
             await asyncio.wait({work, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                break
             if gone.done():
                 return
-            if not work.done():
-                if not started:
-                    await start(send, 200, b"text/event-stream" if request.stream else b"application/json")
-                    started = True
-                filler = SSE_COMMENT if request.stream else BLANK
-                await send({"type": "http.response.body", "body": filler, "more_body": True})
+            if not started:
+                await start(send, 200, kind)
+                started = True
+            filler = SSE_COMMENT if request.stream else BLANK
+            await send({"type": "http.response.body", "body": filler, "more_body": True})
         try:
             delivery = work.result()
         except RequestError as error:
@@ -82,10 +87,9 @@ class ModelEndpoint:
         assert delivery.reply is not None
         content = _content(delivery.reply, request)
         if not started:
-            kind = b"text/event-stream" if request.stream else b"application/json"
             await start(send, 200, kind, len(content))
         await send({"type": "http.response.body", "body": content})
-        delivery.delivered = not gone.done()
+        delivery.cut = gone.done()
 
     async def _fail(self, request: ChatRequest, error: RequestError, send: Send, *, started: bool) -> None:
         """With its status where none was sent; in the stream; else by cutting the answer, so that the SDK tries again

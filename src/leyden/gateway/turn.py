@@ -103,11 +103,12 @@ class TurnService:
         attempt = self.attempts.get(claims)
         key = request.key()
         earlier = attempt.deliveries.get(key)
-        if earlier is not None and (retried or not earlier.delivered):
+        if earlier is not None and (retried or earlier.cut):
             if earlier.reply is not None:
                 self._metrics.replays.inc()
+                earlier.cut = False
                 return earlier
-            if retried and earlier.task is not None:
+            if earlier.task is not None:
                 earlier.task.cancel()
         delivery = Delivery(task=asyncio.current_task())
         attempt.remember(key, delivery)

@@ -18,8 +18,10 @@ help:
 	@echo "make bench-launch     rollouts per second of the controller"
 
 $(STAMP): pyproject.toml requirements.lock
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[embedded,dev]'
+	@echo "setting up $(VENV)"
+	@start=$$(date +%s); $(PYTHON) -m venv $(VENV) && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[embedded,dev]' && \
+	echo $$(($$(date +%s) - start)) > $(VENV)/.install-seconds
 	@touch $@
 
 demo: $(STAMP)

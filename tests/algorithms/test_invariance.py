@@ -81,7 +81,7 @@ def gradient(groups, config, max_tokens=10_000, skip=True):
     for micro in micro_batches(kept, max_tokens):
         p = pad(micro)
         logits_TV = model(p.ids_BL)[p.row_T, p.column_T - 1]
-        logprobs_T, entropy_T = token_logprobs(logits_TV, p.targets_T, 0.7)
+        logprobs_T, entropy_T = token_logprobs(logits_TV, p.targets_T, 0.7, entropy_gradient=True)
         reference_T = logprobs_T.detach() - 0.1 if config.kl_coef else None
         objective(
             logprobs_T,
@@ -144,7 +144,7 @@ def test_context_tokens_have_no_kl_and_no_entropy():
     model = TinyCausal()
     logits = model(p.ids_BL)
     logits.retain_grad()
-    logprobs_T, entropy_T = token_logprobs(logits[p.row_T, p.column_T - 1], p.targets_T, 1.0)
+    logprobs_T, entropy_T = token_logprobs(logits[p.row_T, p.column_T - 1], p.targets_T, 1.0, entropy_gradient=True)
     result = objective(
         logprobs_T,
         entropy_T,

@@ -76,6 +76,14 @@ def test_temperature_is_in_the_logprobs():
     assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-6)
 
 
+def test_entropy_carries_a_gradient_only_if_asked():
+    logits = torch.randn(2, 5, requires_grad=True)
+    ids = torch.tensor([1, 2])
+    assert not token_logprobs(logits, ids, 1.0)[1].requires_grad
+    assert token_logprobs(logits, ids, 1.0, entropy_gradient=True)[1].requires_grad
+    assert token_logprobs(logits, ids, 1.0)[0].requires_grad
+
+
 def evaluate(config, logprobs, **changes):
     given = {
         "old_T": logprobs.detach(),

@@ -49,7 +49,7 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread():
     """Tiny matrices gain nothing from a second thread, and lose much on a busy machine."""
     before = torch.get_num_threads()

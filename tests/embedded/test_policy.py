@@ -23,7 +23,7 @@ def make(model_folder):
             ModelConfig(path=str(model_folder), context_tokens=128, **model),
             algorithm=algorithm or AlgorithmConfig(),
             optimizer=optimizer or OptimizerConfig(lr=1e-3),
-            embedded=EmbeddedConfig(device="cpu", slots=4, micro_batch_tokens=micro_batch_tokens),
+            embedded=EmbeddedConfig(device="cpu", threads=1, slots=4, micro_batch_tokens=micro_batch_tokens),
             mini_batches=mini_batches,
         )
 

@@ -7,8 +7,9 @@ import torch
 from transformers import Qwen3Config
 
 from leyden.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from leyden.trainer.embedded.hub import check_supported
 from leyden.trainer.embedded.requests import GenerateRequest
-from leyden.trainer.embedded.sampler import Sampler, check_supported
+from leyden.trainer.embedded.sampler import Sampler
 from leyden.types import FinishReason
 
 from .conftest import VOCABULARY, tiny_model

@@ -22,7 +22,9 @@ class ClippedLoss:
     dual_T: Tensor
 
 
-def token_logprobs(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits_TV: Tensor, ids_T: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probs of `ids_T` and entropies of softmax(logits / temperature), both [T], in at least float32.
 
     >>> logits_TV = torch.tensor([[2.0, 1.0, 0.0]])
@@ -32,7 +34,8 @@ def token_logprobs(logits_TV: Tensor, ids_T: Tensor, temperature: float) -> tupl
     """
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
     all_TV = torch.log_softmax(logits_TV.to(dtype) / temperature, dim=-1)
-    entropy_T = -(all_TV.exp() * all_TV).sum(dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy_T = -(all_TV.exp() * all_TV).sum(dim=-1)
     return all_TV.gather(1, ids_T[:, None])[:, 0], entropy_T
 
 

@@ -5,5 +5,5 @@ sampler.py     the thread that owns decoding; its parts: slots.py (which request
                kv.py (keys and values), sampling.py (logits -> token), stopping.py (stop strings),
                requests.py (what is asked for, and how far it is)
 policy.py      the trained model: pi_old, mini-batches, AdamW; its parts: forward.py, tally.py (metrics)
-checkpoint.py  what a resume needs, in a Hugging Face model folder
+checkpoint.py  what a resume needs, in a Hugging Face model folder; hub.py loads such folders
 """

@@ -25,6 +25,7 @@ import orjson
 import torch
 
 from leyden.errors import TrainingError
+from leyden.trainer.embedded.hub import load_model, quiet
 from leyden.types import Json
 
 FORMAT = 1
@@ -50,7 +51,8 @@ def save(root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json
     _remove_leftovers(root)
     temporary = root / f"{TEMPORARY}{name}"
     temporary.mkdir()
-    parts.model.save_pretrained(temporary)
+    with quiet():
+        parts.model.save_pretrained(temporary)
     parts.tokenizer.save_pretrained(temporary)
     torch.save(parts.optimizer.state_dict(), temporary / "optimizer.pt")
     (temporary / "rng.json").write_bytes(orjson.dumps(_rng_state(parts.rng), option=orjson.OPT_SERIALIZE_NUMPY))
@@ -126,10 +128,8 @@ def _read_state(path: Path) -> Json:
 
 @torch.no_grad()
 def _load_weights(path: Path, model: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
     try:
-        source = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+        source = dict(load_model(str(path)).named_parameters())
         target = dict(model.named_parameters())
         if source.keys() != target.keys() or any(source[n].shape != p.shape for n, p in target.items()):
             raise TrainingError(f"checkpoint {path} is of another model than model.path of the run file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,3 +88,26 @@ class SlotCache(Cache):  # type: ignore[misc]
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self.layers:
             layer.copy_prefix(source, target, count)
+
+
+def last_logits(model: Any) -> Callable[[Tensor, Tensor, Tensor, SlotCache], Tensor]:
+    """transformers' own forward, for the last column's logits, with the argument names of the installed
+    release.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in parameters else "past_key_values"
+    extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def forward(ids_BS: Tensor, mask_B1SU: Tensor, positions_BS: Tensor, cache: SlotCache) -> Tensor:
+        output = model(
+            input_ids=ids_BS,
+            attention_mask=mask_B1SU,
+            position_ids=positions_BS,
+            use_cache=True,
+            **{cache_name: cache},
+            **extra,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    return forward

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -28,9 +29,9 @@ from leyden.algorithms.objective import Objective, objective
 from leyden.algorithms.padding import pad
 from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig, RunConfig
 from leyden.errors import ConfigError, TrainingError
-from leyden.trainer.embedded import checkpoint
+from leyden.trainer.embedded import checkpoint, hub
 from leyden.trainer.embedded.forward import trained_logprobs
-from leyden.trainer.embedded.sampler import Sampler, check_supported
+from leyden.trainer.embedded.sampler import Sampler
 from leyden.trainer.embedded.tally import ProgressCallback, Tally, UpdateMetrics
 from leyden.types import Json
 
@@ -59,11 +60,11 @@ class EmbeddedPolicy:
         self._context_tokens = model.context_tokens
         self._mini_batches = mini_batches
         self._rng = np.random.default_rng(seed)
-        if embedded.threads:
-            torch.set_num_threads(embedded.threads)
+        torch.set_num_threads(embedded.threads or default_threads())
         self.device = _device(embedded.device)
-        self.model, self.tokenizer = _load(model.path, self.device)
-        check_supported(self.model.config, model.context_tokens)
+        self.model, self.tokenizer = hub.load(model.path)
+        hub.check_supported(self.model.config, model.context_tokens)
+        self.model.to(self.device)
         self._reference = _frozen_copy(self.model) if algorithm.kl_coef > 0 else None
         self._optimizer = make_optimizer(self.model, optimizer)
         self.optimizer_steps = 0
@@ -169,7 +170,9 @@ class EmbeddedPolicy:
 
     def _backward(self, micro: MicroBatch, temperature: float, old_T: Tensor | None) -> Objective:
         padded = pad(micro, device=self.device)
-        logprobs_T, entropy_T = trained_logprobs(self.model, padded, temperature)
+        logprobs_T, entropy_T = trained_logprobs(
+            self.model, padded, temperature, entropy_gradient=self._algorithm.entropy_coef > 0
+        )
         reference_T = None
         if self._reference is not None:
             with torch.no_grad():
@@ -207,6 +210,14 @@ class EmbeddedPolicy:
             f"optimizer step {self.optimizer_steps + 1}: the {what} is {value}; the step was not applied. Rollouts: "
             f"{', '.join(rollouts[:5])}{' ...' if len(rollouts) > 5 else ''}. A lower optimizer.lr may help"
         )
+
+
+def default_threads() -> int:
+    """All cores but one, which is left to the harnesses: on a core that is shared, PyTorch's threads wait for each
+    other by spinning, and a decode step that takes 5 ms on one thread was seen to take 80 ms on two.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)
 
 
 def make_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -250,17 +261,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("embedded.device", f"{name!r} cannot be used here: {error}") from error
     return device
-
-
-def _load(path: str, device: torch.device) -> tuple[Any, Any]:
-    """Model in float32 (weights stored in bfloat16 are cast up: an update of 1e-6 would vanish in them), tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "model.path", f"{path!r} cannot be loaded as a causal LM with a tokenizer: {error}"
-        ) from error
-    return model.to(device).eval(), tokenizer

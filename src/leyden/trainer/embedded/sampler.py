@@ -12,7 +12,6 @@ later tokens carry the new version. Errors fail the futures of the requests conc
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 import threading
@@ -27,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leyden.errors import ConfigError, EngineError, EngineUnavailable
-from leyden.trainer.embedded.kv import SlotCache
+from leyden.errors import EngineError, EngineUnavailable
+from leyden.trainer.embedded.hub import check_supported
+from leyden.trainer.embedded.kv import SlotCache, last_logits
 from leyden.trainer.embedded.requests import Active, GenerateRequest, check
 from leyden.trainer.embedded.sampling import sample
 from leyden.trainer.embedded.slots import SlotTable, prefill_batches
@@ -81,8 +81,8 @@ class Sampler:
         self._context = context_tokens
         self._decode_text = decode
         self._prefill_tokens = prefill_tokens
-        self._forward = _forward_of(model)
-        self._cache = SlotCache(model.config.num_hidden_layers, slots, context_tokens)
+        self._forward = last_logits(model)
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, slots, context_tokens)
         self._table = SlotTable(slots, context_tokens)
         self._columns = torch.arange(context_tokens + 1, device=self._device)
         self._seeds = random.Random(seed)
@@ -121,7 +121,9 @@ class Sampler:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.ident is not None:
+        if self._thread.ident is None:
+            self._end()
+        else:
             self._thread.join()
 
     def submit(self, request: GenerateRequest) -> Future[Generation]:
@@ -346,48 +348,6 @@ class Sampler:
         self._fail_active(EngineUnavailable("the sampler is closed"))
         for update in updates:
             _settle(update.future, EngineUnavailable("the sampler is closed"))
-
-
-def check_supported(config: Any, context_tokens: int) -> None:
-    """Raises ConfigError for a model whose attention the slot cache cannot hold, or a context it was not made
-    for.
-    """
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and context_tokens > limit:
-        raise ConfigError("model.context_tokens", f"{context_tokens} is over the model's {limit} positions")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (window is not None and not hasattr(config, "layer_types"))
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown or (slides and (window is None or window < context_tokens)):
-        raise ConfigError(
-            "model.path",
-            f"layers of kind {sorted(unknown) or 'sliding_attention'} (window {window}) are not supported by the "
-            f"embedded sampler at context_tokens {context_tokens}; full attention is",
-        )
-
-
-def _forward_of(model: Any) -> Callable[[Tensor, Tensor, Tensor, SlotCache], Tensor]:
-    """transformers' own forward, for the last column's logits, with the argument names of the installed
-    release.
-    """
-    parameters = inspect.signature(model.forward).parameters
-    cache_name = "cache" if "cache" in parameters else "past_key_values"
-    extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def forward(ids_BS: Tensor, mask_B1SU: Tensor, positions_BS: Tensor, cache: SlotCache) -> Tensor:
-        output = model(
-            input_ids=ids_BS,
-            attention_mask=mask_B1SU,
-            position_ids=positions_BS,
-            use_cache=True,
-            **{cache_name: cache},
-            **extra,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    return forward
 
 
 def _settle(future: Future[Any], outcome: Any) -> None:

@@ -36,7 +36,12 @@ def lay_out(row: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for name, text in row["files"].items():
         (folder / name).write_text(text)
+    write_trajectory(folder, "Submitted")
     return folder
+
+
+def write_trajectory(folder: Path, exit_status: str) -> None:
+    (folder / grade.TRAJECTORY).write_text(json.dumps({"info": {"exit_status": exit_status}}))
 
 
 # Tasks
@@ -112,6 +117,19 @@ def test_only_the_right_fix_is_rewarded(splits: dict[tasks.Split, list[tasks.Tas
         for operator in (task.wrong, *task.alternatives):
             (folder / f"{task.module}.py").write_text(task.source(operator))
             assert grade.grade(task.row(), folder) == float(operator == task.bug.operator), (task, operator)
+
+
+def test_a_run_that_did_not_submit_is_not_rewarded(task: tasks.Task, tmp_path: Path) -> None:
+    folder = lay_out(task.row(), tmp_path / "w")
+    (folder / f"{task.module}.py").write_text(task.source(task.bug.operator))
+    assert grade.grade(task.row(), folder) == 1.0
+    write_trajectory(folder, "LimitsExceeded")
+    assert grade.grade(task.row(), folder) == 0.0
+    for text in ("", "{}", "[]", '{"info": "Submitted"}', "[" * 60_000):
+        (folder / grade.TRAJECTORY).write_text(text)
+        assert grade.grade(task.row(), folder) == 0.0
+    (folder / grade.TRAJECTORY).unlink()
+    assert grade.grade(task.row(), folder) == 0.0
 
 
 def test_breaking_another_function_is_not_rewarded(task: tasks.Task, tmp_path: Path) -> None:
@@ -293,7 +311,7 @@ def test_other_commands_go_to_the_real_shell_and_their_edits_are_kept(task: task
     status, output = workspace.execute(harness.look(task.module))
     assert status == 1
     assert output.startswith("broken\nTraceback")
-    assert workspace.reward() == 0.0
+    assert not workspace.passes()
 
 
 def test_the_demonstrated_errors_are_what_the_shell_prints(
@@ -402,7 +420,7 @@ def run_mini(task: tasks.Task, replies: list[str], folder: Path) -> tuple[list[d
             "NO_PROXY": "127.0.0.1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        trajectory = folder / "trajectory.json"
+        trajectory = folder / "work" / grade.TRAJECTORY
         command = [sys.executable, "-m", "minisweagent.run.mini", "-c", str(EXAMPLE / "mini.yaml")]
         command += ["-t", task.prompt, "-y", "--exit-immediately", "-o", str(trajectory)]
         subprocess.run(
@@ -418,10 +436,19 @@ def run_mini(task: tasks.Task, replies: list[str], folder: Path) -> tuple[list[d
 
 
 @pytest.mark.slow
-def test_the_real_mini_sends_what_the_emulation_does(task: tasks.Task, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("slips", "exit_status", "reward"),
+    [
+        (["no block"], "Submitted", 1.0),
+        ([harness.block("cax x")], "Submitted", 1.0),
+        (["no block", harness.block("cax x")], "LimitsExceeded", 0.0),
+    ],
+)
+def test_the_real_mini_sends_what_the_emulation_does(
+    slips: list[str], exit_status: str, reward: float, task: tasks.Task, tmp_path: Path
+) -> None:
     replies = [
-        harness.block("cax x"),
-        "no block",
+        *slips,
         harness.block(harness.look(task.module)),
         harness.block(harness.replace(task.bug.name, task.wrong, task.bug.operator, task.module)),
         harness.block(harness.SUBMIT),
@@ -429,14 +456,15 @@ def test_the_real_mini_sends_what_the_emulation_does(task: tasks.Task, tmp_path:
     episode = harness.Episode(task)
     expected = []
     for reply in replies:
-        expected.append(list(episode.messages))
-        episode.answer(reply)
-    requests, exit_status = run_mini(task, replies, tmp_path)
+        if not episode.done:
+            expected.append(list(episode.messages))
+            episode.answer(reply)
+    requests, minis_status = run_mini(task, replies, tmp_path)
     sent = [[{k: m[k] for k in ("role", "content")} for m in r["messages"]] for r in requests]
     assert sent == expected
-    assert exit_status == episode.exit_status == "Submitted"
+    assert minis_status == episode.exit_status == exit_status
     assert all(r["max_tokens"] == harness.MAX_TOKENS and r["model"] == "micro" for r in requests)
-    assert grade.grade(task.row(), tmp_path / "work") == episode.workspace.reward() == 1.0
+    assert grade.grade(task.row(), tmp_path / "work") == episode.reward() == reward
 
 
 # Base model

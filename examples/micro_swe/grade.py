@@ -7,6 +7,10 @@ which prints, exits, edits its tests, returns an object that equals everything, 
 has nothing to forge. A module that hard-codes the results which the visible tests name is not told apart from
 a fix; only hidden tests could do that.
 
+A run has to end by submitting, as it has to in SWE-bench, where a run that does not has no patch. mini says so in
+`trajectory.json` in the working folder, which it writes after each step and a last time when it ends. Without this
+nothing that an agent does after its edit would count: it learns to ramble until a limit stops it.
+
     LEYDEN_TASK        path of the task's row as a JSON file
     LEYDEN_WORKSPACE   folder that the agent worked in
     LEYDEN_REWARD_URL  where to POST {"value": REWARD}
@@ -32,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 MODULE_BYTES = 65_536
+TRAJECTORY = "trajectory.json"
+TRAJECTORY_BYTES = 4_194_304
 ANSWER_BYTES = 1_048_576
 TIME_LIMIT_S = 5.0
 POST_ATTEMPTS = 5
@@ -61,15 +67,24 @@ os._exit(0)
 """What runs the edited module. stdin: the request; stdout: one JSON object, after all calls."""
 
 
-def read_module(path: Path) -> bytes | None:
-    """Content of a regular file of at most MODULE_BYTES; None if there is none. Follows no link."""
+def read_regular(path: Path, limit_bytes: int) -> bytes | None:
+    """Content of a regular file of at most so many bytes; None if there is none. Follows no link."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        return file.read() if stat.S_ISREG(status.st_mode) and status.st_size <= MODULE_BYTES else None
+        return file.read() if stat.S_ISREG(status.st_mode) and status.st_size <= limit_bytes else None
+
+
+def submitted(workdir: Path) -> bool:
+    """Whether mini's trajectory in the folder says that the run ended by submitting."""
+    content = read_regular(workdir / TRAJECTORY, TRAJECTORY_BYTES)
+    try:
+        return content is not None and json.loads(content)["info"]["exit_status"] == "Submitted"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def assertions(test_source: str, names: list[str]) -> list[tuple[str, Any]]:
@@ -162,16 +177,21 @@ def equals(value: str | None, expected: Any) -> bool:
         return False
 
 
-def grade(task: dict[str, Any], workdir: Path, time_limit_s: float = TIME_LIMIT_S) -> float:
-    """Reward of what stands in `workdir`, 1.0 or 0.0. Takes one Python start-up."""
+def passes(task: dict[str, Any], workdir: Path, time_limit_s: float = TIME_LIMIT_S) -> bool:
+    """Whether the module in the folder passes the task's tests. Takes one Python start-up."""
     pairs = assertions(task["test_file"], [*task["fail_to_pass"], *task["pass_to_pass"]])
-    source = read_module(workdir / f"{task['module']}.py")
+    source = read_regular(workdir / f"{task['module']}.py", MODULE_BYTES)
     if source is None:
-        return 0.0
+        return False
     values = run_calls(task["module"], source, [call for call, _ in pairs], time_limit_s)
     if values is None:
-        return 0.0
-    return float(all(equals(value, expected) for value, (_, expected) in zip(values, pairs, strict=True)))
+        return False
+    return all(equals(value, expected) for value, (_, expected) in zip(values, pairs, strict=True))
+
+
+def grade(task: dict[str, Any], workdir: Path, time_limit_s: float = TIME_LIMIT_S) -> float:
+    """Reward of what mini left in `workdir`, 1.0 or 0.0."""
+    return float(submitted(workdir) and passes(task, workdir, time_limit_s))
 
 
 def post_reward(url: str, key: str, value: float, wait_s: float = 0.2) -> None:

@@ -14,13 +14,13 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grade import grade
+from grade import passes
 from tasks import FAMILIES, Task, call_all
 
 SYSTEM = "Reply with one bash block."
 FORMAT_ERROR = "Give one bash block."
 ACTION = re.compile(r"\A```bash\s*\n(.*?)\n```\Z", re.DOTALL)
-STEP_LIMIT = 5
+STEP_LIMIT = 4
 MAX_TOKENS = 48
 COMMAND_TIMEOUT_S = 10
 FORMAT_ERRORS_IN_A_ROW = 3
@@ -121,12 +121,13 @@ class Workspace:
             self.known = self.known and self.source == before
         return result
 
-    def reward(self) -> float:
+    def passes(self) -> bool:
+        """Whether the module as it stands passes its tests."""
         if self.known:
-            return float(self.first_failure() is None)
+            return self.first_failure() is None
         with tempfile.TemporaryDirectory(prefix="micro-") as folder:
             Path(folder, f"{self.task.module}.py").write_text(self.source)
-            return grade(self.task.row(), Path(folder))
+            return passes(self.task.row(), Path(folder))
 
 
 def run_shell(command: str, folder: str) -> tuple[int, str]:
@@ -186,6 +187,10 @@ class Episode:
         if not self.done and self.calls >= STEP_LIMIT:
             self.exit_status = "LimitsExceeded"
         return command is not None
+
+    def reward(self) -> float:
+        """What the grader gives: the module's tests have to pass, and the run has to end by submitting."""
+        return float(self.exit_status == "Submitted" and self.workspace.passes())
 
     def observe(self, returncode: int, output: str) -> None:
         first = output.lstrip().split("\n", 1)[0].strip()

@@ -98,7 +98,7 @@ class Actor:
                 self.board.absorb([await self.client.rollout(rollout_id)])
                 self.board.change(rollout_id, refreshed=now)
             case Forget(rollout_id):
-                await self._forget(self.board.attempts[rollout_id])
+                await self.forget(self.board.attempts[rollout_id])
             case _:
                 raise AssertionError(action)
 
@@ -176,7 +176,8 @@ class Actor:
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 
-    async def _forget(self, attempt: Attempt) -> None:
+    async def forget(self, attempt: Attempt) -> None:
+        """Drop an attempt that is over, and its workspace if the run file says so."""
         rollout = self.board.rollouts.get(attempt.rollout_id)
         if not keeps(self.config.workspace.keep, rollout, attempt):
             await asyncio.to_thread(workspace.remove, self._paths(attempt).workspace)

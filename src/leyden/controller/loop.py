@@ -31,12 +31,13 @@ from leyden.controller.act import Actor
 from leyden.controller.backends.local import LauncherSettings, LocalBackend
 from leyden.controller.board import Board
 from leyden.controller.jobs import Exit
-from leyden.controller.plan import Action, Adopt, Attempt, Kill, Limits, Phase, Start, next_deadline, plan
+from leyden.controller.plan import Action, Adopt, Attempt, Kill, Limits, Phase, Start, is_current, next_deadline, plan
 from leyden.errors import ConfigError, GatewayError
 from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)
 RESYNC_S = 30.0
+STOP_ACTIONS_S = 5.0
 STOP_REPORT_S = 10.0
 PAGE = 1000
 LIVE = (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING)
@@ -109,7 +110,10 @@ class Controller:
             done, _ = await asyncio.wait([stopped, *workers], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            await self._cancel([workers[0], workers[2], *self._actions])
+            await self._cancel([workers[0], workers[2]])
+            if self._actions:
+                await asyncio.wait(self._actions, timeout=STOP_ACTIONS_S)
+            await self._cancel(list(self._actions))
             await self._shut_down()
         finally:
             await self._cancel([stopped, *workers, *self._actions])
@@ -202,13 +206,12 @@ class Controller:
 
     async def _give_back(self, attempt: Attempt) -> None:
         rollout = self._board.rollouts.get(attempt.rollout_id)
-        if rollout is None or rollout.state not in LIVE[1:] or rollout.attempt != attempt.attempt:
-            return
         try:
-            await self._actor.infrastructure(attempt, "the controller was stopped")
+            if is_current(attempt, rollout):
+                await self._actor.infrastructure(attempt, "the controller was stopped")
+            await self._actor.forget(attempt)
         except GatewayError as error:
-            if error.status != 409:
-                log.warning("rollout %s could not be given back: %s", attempt.rollout_id, error)
+            log.warning("rollout %s could not be given back: %s", attempt.rollout_id, error)
 
     @staticmethod
     async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -170,7 +170,7 @@ def next_deadline(observed: Observed, desired: Mapping[str, Rollout], limits: Li
 
 
 def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float) -> list[Action]:
-    if not _is_current(attempt, rollout):
+    if not is_current(attempt, rollout):
         return _abandon(attempt)
     assert rollout is not None
     if attempt.phase in (Phase.RUNNING, Phase.GRADING):
@@ -184,7 +184,8 @@ def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float)
     return []
 
 
-def _is_current(attempt: Attempt, rollout: Rollout | None) -> bool:
+def is_current(attempt: Attempt, rollout: Rollout | None) -> bool:
+    """Whether the gateway still counts on this attempt."""
     live = (RolloutState.RUNNING, RolloutState.GRADING)
     return rollout is not None and rollout.state in live and rollout.attempt == attempt.attempt
 

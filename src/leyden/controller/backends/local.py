@@ -9,6 +9,7 @@ else it is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -91,19 +92,16 @@ class LocalBackend:
             if line:
                 self._handle(json.loads(line))
             elif not self._closing:
-                self._hang_up()
+                await self._hang_up()
                 await _process_end(self._pid, 5.0)
                 await self.open()
 
     async def start(self, job: Job) -> float:
         """Start a job unless its id runs already; the time it started. Raises LaunchError if it cannot."""
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._starting[job.job_id] = (job, future)
-        self._send(_start_message(job))
-        try:
-            return await future
-        finally:
-            self._starting.pop(job.job_id, None)
+        if job.job_id not in self._starting:
+            self._starting[job.job_id] = (job, asyncio.get_running_loop().create_future())
+            self._send(_start_message(job))
+        return await asyncio.shield(self._starting[job.job_id][1])
 
     def kill(self, job_id: str, reason: str, grace_s: float = GRACE_S) -> None:
         """SIGTERM to the job's whole tree, SIGKILL after the grace. Its end is reported like any other."""
@@ -119,13 +117,13 @@ class LocalBackend:
     async def close(self) -> None:
         """Hang up; the launcher goes on."""
         self._closing = True
-        self._hang_up()
+        await self._hang_up()
 
     async def _end_launcher(self) -> None:
         self._send({"op": "stop"})
         if self._pid:
             await _process_end(self._pid, STOP_LIMIT_S)
-        self._hang_up()
+        await self._hang_up()
 
     def _matches(self, hello: dict[str, Any]) -> bool:
         self._pid = hello["pid"]
@@ -192,14 +190,13 @@ class LocalBackend:
     def _handle(self, message: dict[str, Any]) -> None:
         job_id, event = message["id"], message["event"]
         if event == "started":
-            job, future = self._starting.get(job_id, (None, None))
+            job, future = self._starting.pop(job_id, (None, None))
             if job is not None and future is not None:
                 self._jobs[job_id] = (job.directory, message["started"])
-                if not future.done():
-                    future.set_result(message["started"])
+                future.set_result(message["started"])
         elif event == "refused":
-            _, future = self._starting.get(job_id, (None, None))
-            if future is not None and not future.done():
+            _, future = self._starting.pop(job_id, (None, None))
+            if future is not None:
                 future.set_exception(LaunchError(message["error"]))
         elif event == "ended":
             self._end(job_id, Exit.from_json(message["exit"]))
@@ -208,9 +205,11 @@ class LocalBackend:
         if self._writer is not None:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def _hang_up(self) -> None:
+    async def _hang_up(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
             self._writer = None
 
 

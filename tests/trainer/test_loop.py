@@ -34,7 +34,7 @@ class CountingPolicy:
         self.before_update()
         self.weights += 1
         self.batches.append(batch)
-        return {"entropy": 0.5, "grad_norm": 1.0, "logprob_diff_max": 1e-6}
+        return {"entropy": 0.5, "grad_norm": 1.0, "max_logprob_diff": 1e-6}
 
     def publish(self, version, lineage):
         self.published.append((version, self.weights))

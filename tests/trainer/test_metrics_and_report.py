@@ -65,7 +65,7 @@ LINES = [
     step(
         1, "a", reward=0.25, rollouts=4, attempts=5, turns=9, sampled_tokens=90, samples=5, trained_tokens=80,
         trained_rollouts=3, excluded={"infrastructure": 1}, forks={"compaction": 2}, sample_limits={"cut": 1},
-        logprob_diff_max=2e-5, seconds={"rollouts": 3.0, "update": 1.0},
+        max_logprob_diff=2e-5, seconds={"rollouts": 3.0, "update": 1.0},
     ),
     {"event": "skip", "step": 2, "version": 1, "lineage": "a", "rollouts": 4, "excluded": {"no_calls": 4},
      "reward": None, "seconds": {"rollouts": 1.5}},
@@ -73,7 +73,7 @@ LINES = [
     start(2, "b"),
     step(
         3, "b", reward=0.75, rollouts=4, attempts=4, turns=4, sampled_tokens=40, samples=4, trained_tokens=40,
-        trained_rollouts=4, excluded={}, forks={}, logprob_diff_max=1e-5,
+        trained_rollouts=4, excluded={}, forks={}, max_logprob_diff=1e-5,
         seconds={"rollouts": 2.0, "update": 1.0},
     ),
     evaluation(3, 0.75, 0.5, 0.9, "b"),
@@ -106,14 +106,14 @@ def test_summary():
             "sample_limits": {"cut": 1},
         },
         "samples_per_rollout": 9 / 7,
-        "logprob_diff_max": 2e-5,
+        "max_logprob_diff": 2e-5,
         "seconds": {"evaluation": 4.0, "rollouts": 6.5, "update": 2.0},
     }
 
 
 def test_summary_of_nothing():
     summary = summarize([])
-    assert (summary["pass_at_1_before"], summary["samples_per_rollout"], summary["logprob_diff_max"]) == (None,) * 3
+    assert (summary["pass_at_1_before"], summary["samples_per_rollout"], summary["max_logprob_diff"]) == (None,) * 3
 
 
 def test_report_files(tmp_path):

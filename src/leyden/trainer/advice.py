@@ -56,7 +56,7 @@ def _excluded(newest: Json) -> str | None:
 
 
 def _mismatch(newest: Json) -> str | None:
-    largest, mean = newest.get("logprob_diff_max") or 0.0, newest.get("logprob_diff") or 0.0
+    largest, mean = newest.get("max_logprob_diff") or 0.0, newest.get("mean_logprob_diff") or 0.0
     if largest <= LOGPROB_DIFF_MAX and mean <= LOGPROB_DIFF_MEAN:
         return None
     return (

@@ -92,8 +92,7 @@ def step_line(line: Json, steps: int) -> str:
 _NUMBERS = (
     ("entropy", "entropy"),
     ("grad_norm", "grad"),
-    ("clip_fraction", "clipped"),
-    ("logprob_diff_max", "logprob diff"),
+    ("max_logprob_diff", "logprob diff"),
 )
 
 

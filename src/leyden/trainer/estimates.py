@@ -81,7 +81,7 @@ def wilson(fraction: float, count: int) -> tuple[float, float]:
     z2 = Z_95**2
     centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 * sqrt(fraction * (1 - fraction) / count + z2 / (4 * count**2)) / (1 + z2 / count)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return (0.0 if fraction == 0 else centre - half), (1.0 if fraction == 1 else centre + half)
 
 
 def bootstrap_mean(values: np.ndarray, seed: int) -> tuple[float, float]:

@@ -43,8 +43,8 @@ def summarize(lines: Sequence[Json]) -> Json:
         "evaluations": [{k: e[k] for k in ("step", "version", "pass", "coverage", "missing")} for e in evals],
         "counts": counts,
         "samples_per_rollout": counts["samples"] / trained_rollouts if trained_rollouts else None,
-        "logprob_diff_max": max(
-            (line["logprob_diff_max"] for line in steps if "logprob_diff_max" in line), default=None
+        "max_logprob_diff": max(
+            (line["max_logprob_diff"] for line in steps if "max_logprob_diff" in line), default=None
         ),
         "seconds": _seconds(kept),
     }

@@ -1,0 +1,176 @@
+"""The commands. Each reads its settings, hands over to the package that does the work, and reports errors in one line.
+
+Exit status: 0 done, 1 failed, 2 the run file or the command line is wrong, 130 and 143 stopped by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from leyden import __version__
+from leyden.config import RunConfig, load
+from leyden.errors import ConfigError, LeydenError
+
+app = typer.Typer(
+    name="leyden",
+    help="Reinforcement learning of language-model agents through the harness that will be deployed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY.SUB=VALUE]...", help="Settings that replace those of the run file.", show_default=False
+    ),
+]
+WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input closes.")]
+MIN_SECRET_BYTES = 32
+
+
+def run() -> None:
+    try:
+        app(standalone_mode=True)
+    except LeydenError as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", "red"))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("leyden").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@app.command()
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved settings and what would start.")
+    ] = False,
+) -> None:
+    """Train; the same command resumes a run that was stopped."""
+    config = load(run_file, overrides)
+    if dry_run:
+        from leyden.cli.plan import describe
+
+        print(describe(config))
+        return
+    from leyden.cli.training import run_training
+
+    run_training(config, run_file, tuple(overrides or ()), _secret())
+
+
+@app.command()
+def gateway(run_file: RunFile, overrides: Overrides = None, with_parent: WithParent = False) -> None:
+    """Run the gateway alone."""
+    config = load(run_file, overrides)
+    _keep_descriptors()
+    from leyden.gateway.app import serve
+
+    serve(config, with_parent=with_parent, secret=_secret())
+
+
+@app.command()
+def controller(run_file: RunFile, overrides: Overrides = None, with_parent: WithParent = False) -> None:
+    """Run the controller alone, for a gateway that already runs."""
+    config = load(run_file, overrides)
+    _keep_descriptors()
+    from leyden.cli.controlling import run_until_stopped
+
+    run_until_stopped(config, _secret(), with_parent=with_parent)
+
+
+@app.command("eval")
+def evaluate(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="DIR", help="A checkpoint, `latest` of the run, or `none`: the initial model.")
+    ] = "latest",
+    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="Report pass@K; may be given several times.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts per task; by default eval.samples, at least the largest K.")
+    ] = None,
+    split: Annotated[str, typer.Option(metavar="validation|train|FILE.jsonl", help="The tasks.")] = "validation",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+) -> None:
+    """Estimate pass@1 and pass@k of a checkpoint, with 95 % intervals."""
+    config = load(run_file, overrides)
+    from leyden.cli.evaluating import run_evaluation
+
+    run_evaluation(
+        config, run_file, tuple(overrides or ()), _secret(),
+        checkpoint=checkpoint, ks=k or [1], samples=samples, split=split, limit=limit,
+    )  # fmt: skip
+
+
+@app.command()
+def show(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
+    rollout: Annotated[
+        str | None, typer.Argument(metavar="[ROLLOUT]", help="A rollout id, or its beginning.", show_default=False)
+    ] = None,
+    rollouts: Annotated[bool, typer.Option("--rollouts", help="List rollouts instead of steps.")] = False,
+    forks: Annotated[bool, typer.Option("--forks", help="Count branches by cause.")] = False,
+    step: Annotated[int | None, typer.Option(help="Only rollouts of this step.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="train|eval", help="Only rollouts of this kind.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only rollouts in this state, for example failed.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many rollouts, newest last.")] = 200,
+) -> None:
+    """Show the steps of a run, its rollouts, or one trajectory with what was trained."""
+    from leyden.cli.show import Filter, show_rollout, show_rollouts, show_steps
+
+    chosen = Filter(step=step, kind=kind, state=state, limit=limit)
+    if rollout is not None:
+        show_rollout(run_dir, rollout, _secret())
+    elif rollouts or forks or chosen.narrows:
+        show_rollouts(run_dir, chosen, _secret(), forks=forks)
+    else:
+        show_steps(run_dir)
+
+
+def _keep_descriptors() -> None:
+    """What the parent handed over (its lock) is for this process; the launcher, which outlives it, must not hold it."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if int(path.name) > 2:
+                os.set_inheritable(int(path.name), False)
+
+
+def _secret() -> bytes | None:
+    """The secret that programs of one run share, if the environment gives one; else it lies in the run folder."""
+    text = os.environ.get("LEYDEN_SECRET")
+    if text is None:
+        return None
+    if len(text.encode()) < MIN_SECRET_BYTES:
+        raise ConfigError("LEYDEN_SECRET", f"has {len(text.encode())} bytes, at least {MIN_SECRET_BYTES} are needed")
+    return text.encode()
+
+
+def dump(config: RunConfig) -> dict[str, Any]:
+    """The resolved settings as a run file would say them."""
+    return config.model_dump(mode="json", exclude={"config_dir"})

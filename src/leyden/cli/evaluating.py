@@ -1,0 +1,112 @@
+"""`leyden eval`: pass@k of a checkpoint in a run folder of its own, so that it may run beside training."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from leyden.cli.signals import Stopped, run_until_signal
+from leyden.cli.training import quiet_libraries
+from leyden.config import RunConfig
+from leyden.errors import ConfigError
+from leyden.trainer.display import Display, named
+from leyden.trainer.evaluate import EvalResult
+from leyden.trainer.tasks import TaskSet, read_tasks
+
+
+def run_evaluation(
+    config: RunConfig,
+    run_file: Path,
+    overrides: tuple[str, ...],
+    secret: bytes | None,
+    *,
+    checkpoint: str,
+    ks: Sequence[int],
+    samples: int | None,
+    split: str,
+    limit: int | None,
+) -> None:
+    """Print a table and write result.json. Raises ConfigError for options that contradict each other."""
+    tasks = choose_tasks(config, split, limit)
+    samples = choose_samples(ks, samples, config.eval.samples)
+    folder = choose_checkpoint(config, checkpoint)
+    name = folder.name if folder else "initial"
+    run_dir = config.run_dir / "eval" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    settings = config.model_copy(update={"run_dir": run_dir})
+    display = Display()
+    display.line(f"evaluating {folder or 'the initial model'} on {len(tasks)} tasks x {samples}")
+    display.live("loading libraries")
+    from leyden.trainer.run import Command, evaluate_once
+
+    quiet_libraries()
+    command = Command(run_file, (*overrides, f"run_dir={json.dumps(str(run_dir))}"), secret)
+    work = evaluate_once(settings, tasks, command, display, folder=folder, samples=samples, ks=sorted(set(ks)))
+    try:
+        result = run_until_signal(work, on_stop=lambda: display.line("stopping"))
+    except Stopped as stopped:
+        sys.exit(stopped.exit_status)
+    finally:
+        display.clear()
+    document = {"checkpoint": folder and str(folder), "tasks_sha256": tasks.sha256, **result.as_json()}
+    path = run_dir / "result.json"
+    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    Console().print(table(result))
+    display.line(f"written to {path}")
+
+
+def choose_tasks(config: RunConfig, split: str, limit: int | None) -> TaskSet:
+    if split == "train":
+        tasks = read_tasks(config.data.train, "data.train")
+    elif split == "validation":
+        if config.data.validation is None:
+            raise ConfigError("--split", "the run file has no data.validation; give --split train or a JSON-lines file")
+        tasks = read_tasks(config.data.validation, "data.validation")
+    else:
+        tasks = read_tasks(Path(split), "--split")
+    return replace(tasks, tasks=tasks.tasks[:limit])
+
+
+def choose_samples(ks: Sequence[int], samples: int | None, configured: int) -> int:
+    """Rollouts per task: enough for the largest k."""
+    if samples is None:
+        return max(configured, *ks)
+    if samples < max(ks):
+        raise ConfigError("--samples", f"{samples} samples a task cannot give pass@{max(ks)}; use at least {max(ks)}")
+    return samples
+
+
+def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
+    """None is the initial model; so is `latest` of a run without a checkpoint."""
+    if wanted == "none":
+        return None
+    if wanted == "latest":
+        found = (config.run_dir / "checkpoints").glob("step-[0-9]*")
+        return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    folder = Path(wanted)
+    if not folder.is_dir():
+        raise ConfigError(
+            "--checkpoint", f"{wanted} is not a folder; give one of {config.run_dir}/checkpoints, or none"
+        )
+    return folder
+
+
+def table(result: EvalResult) -> Table:
+    """One row per k."""
+    missing = f", missing: {named(result.missing)}" if result.missing else ""
+    title = (
+        f"step {result.step}, policy version {result.version}: {result.rewarded} of {result.rollouts} rollouts "
+        f"rewarded{missing}"
+    )
+    shown = Table("k", "pass@k", "95 % interval", "tasks", "interval by", title=title)
+    for e in result.estimates:
+        value, interval = ("no data", "") if e.value is None else (f"{e.value:.3f}", f"[{e.low:.3f}, {e.high:.3f}]")
+        shown.add_row(str(e.k), value, interval, str(e.tasks), e.method)
+    return shown

@@ -1,0 +1,55 @@
+"""`leyden train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from leyden.cli.signals import Stopped, run_until_signal
+from leyden.config import RunConfig
+from leyden.trainer.display import Display
+from leyden.types import Json
+
+
+def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], secret: bytes | None) -> None:
+    display = Display()
+    display.live("reading data and loading libraries")
+    from leyden.trainer.run import Command, read_data, train
+
+    quiet_libraries()
+    data = read_data(config)
+    command = Command(run_file, overrides, secret)
+    again = shlex.join(["leyden", "train", str(run_file), *overrides])
+    try:
+        summary = run_until_signal(
+            train(config, data, command, display),
+            on_stop=lambda: display.line("stopping: the step's writes are finished first (once more to end at once)"),
+        )
+    except Stopped as stopped:
+        display.line(f"stopped; resume with: {again}")
+        sys.exit(stopped.exit_status)
+    finally:
+        display.clear()
+    for line in closing_lines(config.run_dir, summary):
+        display.line(line)
+
+
+def quiet_libraries() -> None:
+    """No progress bars of other libraries between our own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def closing_lines(run_dir: Path, summary: Json) -> list[str]:
+    """What a user wants to know of a finished run."""
+    lines = [f"finished {summary['steps']} steps, policy version {summary['policy_version']}"]
+    for when in ("before", "after"):
+        value, interval = summary[f"pass_at_1_{when}"], summary[f"pass_at_1_{when}_interval_95"]
+        if value is not None:
+            lines.append(f"validation pass@1 {when:6} {value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]")
+    seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
+    lines.append(f"seconds: {seconds}")
+    lines += [f"{name:20}{run_dir / name}" for name in ("summary.json", "learning_curve.png")]
+    return lines

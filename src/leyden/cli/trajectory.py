@@ -1,0 +1,87 @@
+"""One attempt as text: each turn with its context and what was sampled, and which of it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.text import Text
+
+from leyden.trajectory.samples import build_samples, trainable_logprobs
+from leyden.trajectory.tree import build_tree
+from leyden.types import Ids, Sample, Turn
+
+Decode = Callable[[Ids], str]
+TRAINED, SAMPLED, CONTEXT = "bold green", "yellow", "dim"
+
+
+def trajectory_lines(turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None) -> list[Text]:
+    """A header per turn, the ids it adds as context (`| `), the ids it sampled (`> ` trained, `x ` not trained)."""
+    if not turns:
+        return [Text("no model call was recorded")]
+    built = build_samples(turns, max_tokens)
+    trained_by = sample_of_turn(built.samples)
+    lines = []
+    for turn in build_tree(turns).turns.values():
+        number = trained_by.get(turn.turn_id)
+        lines.append(Text(turn_header(turn, number), "bold cyan"))
+        lines += _marked("| ", decode(turn.delta_P), CONTEXT)
+        if len(turn.sampled_T):
+            mark, style = ("> ", TRAINED) if number is not None else ("x ", SAMPLED)
+            lines += _marked(mark, decode(turn.sampled_T), style)
+    lines.append(Text(f"{len(built.samples)} samples: " + "; ".join(map(sample_summary, built.samples)), "bold"))
+    return lines
+
+
+def sample_of_turn(samples: Sequence[Sample]) -> dict[int, int]:
+    """Number (from 1) of the sample that trains a turn: the first one on whose path it lies."""
+    owner: dict[int, int] = {}
+    for number, sample in enumerate(samples, start=1):
+        for turn_id in sample.turn_ids:
+            owner.setdefault(turn_id, number)
+    return owner
+
+
+def turn_header(turn: Turn, sample: int | None) -> str:
+    """`turn 7 continues 5 | version 3 | 120 context, 40 sampled | logprob mean -0.21 | stop | sample 1`."""
+    start = f"turn {turn.turn_id} " + ("starts" if turn.parent_id is None else f"continues {turn.parent_id}")
+    versions = ", ".join(
+        f"{s.version} ({s.count} tokens)" if len(turn.spans) > 1 else str(s.version) for s in turn.spans
+    )
+    logprobs = trainable_logprobs(turn)
+    mean = "none" if logprobs is None or not len(logprobs) else f"{float(np.mean(logprobs)):.3f}"
+    parts = [
+        start,
+        f"version {versions or 'none'}",
+        f"{len(turn.delta_P)} context, {len(turn.sampled_T)} sampled",
+        f"logprob mean {mean}",
+        str(turn.finish_reason),
+        f"sample {sample}" if sample is not None else "not trained",
+    ]
+    if turn.fork_cause:
+        parts.append(f"branch: {turn.fork_cause}")
+    return " | ".join(parts)
+
+
+def sample_summary(sample: Sample) -> str:
+    turns = ", ".join(map(str, sample.turn_ids))
+    return f"turns {turns}: {int(sample.mask_L.sum())} of {len(sample.ids_L)} tokens trained"
+
+
+def decoder(model_path: str) -> Decode:
+    """Ids to text with the model's tokenizer, special tokens shown."""
+    local = Path(model_path) / "tokenizer.json"
+    if local.is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(local))
+        return lambda ids: str(fast.decode(ids.tolist(), skip_special_tokens=False))
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(model_path)
+    return lambda ids: str(slow.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _marked(mark: str, text: str, style: str) -> list[Text]:
+    return [Text(mark + line, style) for line in text.split("\n")]

@@ -1,0 +1,206 @@
+"""A whole `leyden train` or `leyden eval`: everything that runs, started in order and ended in reverse.
+
+    lock on the run folder > gateway child > policy and engine endpoint in this process > controller child > loop
+
+The model loads while the gateway starts. A child that ends stops the run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from leyden import __version__
+from leyden.client import ControlClient, control_key, read_or_create_secret
+from leyden.config import RunConfig
+from leyden.errors import GatewayError, TrainingError
+from leyden.trainer.display import Display, progress_line
+from leyden.trainer.embedded.checkpoint import latest
+from leyden.trainer.embedded_run import Running, embedded
+from leyden.trainer.evaluate import EvalResult, evaluate
+from leyden.trainer.loop import Data, Loop
+from leyden.trainer.report import write_atomically
+from leyden.trainer.supervise import Children, child_command, run_lock, wait_for_gateway
+from leyden.trainer.tasks import TaskSet, read_tasks
+from leyden.types import Json
+
+T = TypeVar("T")
+OWN_GATEWAY_RETRY_S = 10.0
+DEATH_NOTICE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How children are told what to run: the run file and the overrides of this command line."""
+
+    run_file: Path
+    overrides: tuple[str, ...] = ()
+    secret: bytes | None = None
+
+
+def read_data(config: RunConfig) -> Data:
+    """Raises ConfigError with file and line for what is not a task."""
+    validation = config.data.validation
+    return Data(
+        read_tasks(config.data.train, "data.train"),
+        None if validation is None else read_tasks(validation, "data.validation"),
+    )
+
+
+async def train(config: RunConfig, data: Data, command: Command, display: Display) -> Json:
+    """Train to the last step, resuming from the newest checkpoint. Returns the summary."""
+    config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with run_lock(config.run_dir) as lock:
+        write_run_json(config, data)
+        folder = latest(config.run_dir / "checkpoints")
+        async with _running(config, command, display, folder, lock) as (running, client, children):
+            loop = Loop(
+                config,
+                client,
+                running.policy,
+                engines=[running.url],
+                data=data,
+                cursor=running.cursor,
+                display=display,
+            )
+            return await _unless_a_child_ends(loop.run(), children)
+
+
+async def evaluate_once(
+    config: RunConfig,
+    tasks: TaskSet,
+    command: Command,
+    display: Display,
+    *,
+    folder: Path | None,
+    samples: int,
+    ks: Sequence[int],
+) -> EvalResult:
+    """pass@k of one checkpoint (None: the initial model) in the run folder of `config`."""
+    config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with run_lock(config.run_dir) as lock:
+        write_run_json(config, Data(tasks, None))
+        async with _running(config, command, display, folder, lock) as (running, client, children):
+            at = running.cursor
+            await asyncio.to_thread(running.policy.publish, at.version, "evaluation")
+            await client.put_model(
+                config.model.name,
+                engines=[running.url],
+                version=at.version,
+                lineage="evaluation",
+                context_tokens=config.model.context_tokens,
+            )
+            work = evaluate(
+                client,
+                tasks.tasks,
+                step=at.step,
+                version=at.version,
+                samples=samples,
+                ks=ks,
+                sampling=config.eval.sampling,
+                seed=config.trainer.seed,
+                on_progress=lambda progress: display.live(progress_line("evaluation", progress)),
+            )
+            try:
+                return await _unless_a_child_ends(work, children)
+            finally:
+                display.clear()
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    config: RunConfig, command: Command, display: Display, folder: Path | None, lock: int
+) -> AsyncIterator[tuple[Running, ControlClient, Children]]:
+    """Gateway, engine and controller, up and answering."""
+    secret = command.secret or read_or_create_secret(config.run_dir)
+    own = config.gateway.url is None
+    async with Children(config.run_dir / "logs", lock) as children:
+        display.live("starting gateway and loading the model")
+        gateway = await children.start("gateway", _child("gateway", command)) if own else None
+        async with embedded(config, folder) as running:
+            url = config.gateway.url or ""
+            if gateway is not None:
+                url = await wait_for_gateway(config.run_dir, gateway)
+            retry_s = OWN_GATEWAY_RETRY_S if own else 60.0
+            async with ControlClient(url, control_key(secret), retry_limit_s=retry_s) as client:
+                await client.models()
+                if config.controller.start:
+                    await children.start("controller", _child("controller", command))
+                display.clear()
+                yield running, client, children
+
+
+def _child(name: str, command: Command) -> list[str]:
+    return child_command(name, command.run_file, command.overrides)
+
+
+async def _unless_a_child_ends(work: Coroutine[Any, Any, T], children: Children) -> T:
+    """The result of `work`, or the error that names the child that ended. `work` is cancelled then, and waited for."""
+    running = asyncio.create_task(work)
+    watching = asyncio.create_task(children.watch())
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done() and not running.cancelled() and isinstance(running.exception(), GatewayError):
+            await asyncio.wait({watching}, timeout=DEATH_NOTICE_S)
+        if not watching.done():
+            return running.result()
+        running.cancel()
+        await asyncio.wait({running})
+        return watching.result()
+    except asyncio.CancelledError:
+        running.cancel()
+        await asyncio.wait({running})
+        raise
+    finally:
+        watching.cancel()
+
+
+def write_run_json(config: RunConfig, data: Data) -> None:
+    """Write the resolved configuration and the data's hashes.
+
+    Raises TrainingError if the run folder was started with another seed, data or group layout: a resume would repeat
+    or skip tasks.
+    """
+    path = config.run_dir / "run.json"
+    document = {
+        "version": __version__,
+        "config": config.model_dump(mode="json"),
+        "data": {"train": data.train.sha256, "validation": data.validation and data.validation.sha256},
+    }
+    if path.exists():
+        _check_same_run(orjson.loads(path.read_bytes()), document, config.run_dir)
+    write_atomically(path, orjson.dumps(document, option=orjson.OPT_INDENT_2))
+
+
+FIXED = (
+    ("data", "train"),
+    ("config", "data", "shuffle"),
+    ("config", "trainer", "seed"),
+    ("config", "trainer", "groups_per_step"),
+    ("config", "trainer", "group_size"),
+    ("config", "model", "path"),
+)
+
+
+def _check_same_run(before: Json, now: Json, run_dir: Path) -> None:
+    for path in FIXED:
+        old, new = _at(before, path), _at(now, path)
+        if old != new:
+            what = "the bytes of data.train" if path[0] == "data" else ".".join(path[1:])
+            raise TrainingError(
+                f"{run_dir} was started with another {what} ({old!r}, now {new!r}); a resume would not be the same "
+                "run. Set it back, or choose another run_dir"
+            )
+
+
+def _at(document: Json, path: Sequence[str]) -> Any:
+    value: Any = document
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

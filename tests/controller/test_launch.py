@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.config import RunConfig
+from leyden.controller import launch, workspace
+from leyden.controller.launch import attempt_paths, render
+from leyden.errors import LaunchError
+
+Config = Callable[..., RunConfig]
+URL = "http://127.0.0.1:8123"
+
+
+def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_path: Path) -> None:
+    made = config(
+        harness={
+            "command": ["agent", "--task", "{{ task.prompt }}", "-m", "openai/{{ model }}"],
+            "env": {"CFG": "{{ config_dir }}/x.yaml", "WHO": "{{ rollout_id }}"},
+        }
+    )
+    parent = {"PATH": "/bin", "LEYDEN_SECRET": "s", "OPENAI_API_KEY": "users-own", "NO_PROXY": "a,b"}
+    job = launch.harness(made, URL, "lk-a-1", "r1", 2, {"prompt": "fix; rm -rf $HOME"}, parent)
+    root = tmp_path / "run/attempts/r1/2"
+    assert job.argv == ("agent", "--task", "fix; rm -rf $HOME", "-m", "openai/policy")
+    assert (job.job_id, job.directory, job.cwd, job.log) == ("r1.2", root, root / "workspace", root / "harness.log")
+    assert job.env == {
+        "PATH": "/bin",
+        "NO_PROXY": "a,b,127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "OPENAI_API_KEY": "lk-a-1",
+        "OPENAI_BASE_URL": f"{URL}/v1",
+        "OPENAI_API_BASE": f"{URL}/v1",
+        "ANTHROPIC_API_KEY": "lk-a-1",
+        "ANTHROPIC_AUTH_TOKEN": "lk-a-1",
+        "ANTHROPIC_BASE_URL": URL,
+        "GEMINI_API_KEY": "lk-a-1",
+        "GOOGLE_API_KEY": "lk-a-1",
+        "GOOGLE_GEMINI_BASE_URL": URL,
+        "LEYDEN_URL": URL,
+        "LEYDEN_KEY": "lk-a-1",
+        "LEYDEN_ROLLOUT_ID": "r1",
+        "LEYDEN_ATTEMPT": "2",
+        "LEYDEN_MODEL": "policy",
+        "LEYDEN_TASK": str(root / "task.json"),
+        "LEYDEN_WORKSPACE": str(root / "workspace"),
+        "PWD": str(root / "workspace"),
+        "CFG": f"{tmp_path}/x.yaml",
+        "WHO": "r1",
+    }
+    assert "lk-a-1" not in repr(job)
+
+
+def test_grader_gets_its_own_key_and_no_model(config: Config, tmp_path: Path) -> None:
+    made = config(grader={"function": "m:f"})
+    job = launch.grader(made, URL, "lk-g-1", "r1", 1, {}, 2, {"LEYDEN_KEY": "agent"}, "/py")
+    root = tmp_path / "run/attempts/r1/1"
+    assert job.argv == ("/py", str(launch.GRADE), "m:f", str(tmp_path))
+    assert job.job_id == "r1.1.grade2" and job.fork and job.directory == root / "grade"
+    assert job.env["LEYDEN_KEY"] == "lk-g-1" and job.env["LEYDEN_REWARD_URL"] == f"{URL}/api/reward"
+    assert job.env["LEYDEN_EXIT"] == str(root / "exit.json")
+    assert job.env["LEYDEN_HARNESS_LOG"] == str(root / "harness.log")
+    assert not {n for n in job.env if n.startswith(("OPENAI", "ANTHROPIC", "GEMINI", "GOOGLE"))}
+
+
+def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> None:
+    made = config(harness={"env": {"A": "{{ model }}", "B": "{{ task.x }}", "C": "{{ workspace }}/c", "D": "1"}})
+    seen = launch.launcher_environment(made, URL, {"LEYDEN_SECRET": "s"})
+    assert (seen["A"], seen["D"], seen["OPENAI_BASE_URL"]) == ("policy", "1", f"{URL}/v1")
+    assert not {"B", "C", "LEYDEN_SECRET", "LEYDEN_KEY", "OPENAI_API_KEY"} & set(seen)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ promt }}", "harness.command.3.: 'promt' is undefined; known are task"),
+        ("{{ task.promt }}", "has no attribute 'promt'"),
+        ("{{ task", "the template .* cannot be rendered"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ task.clear() }}", "attribute .clear. of .dict. object is unsafe"),
+        ("{% for i in range(100000000) %}x{% endfor %}", "range of 100000000 numbers; at most 1000"),
+        (
+            "{% for i in range(999) %}{% for j in range(999) %}{% for k in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
+            "loops are nested deeper than 2",
+        ),
+        ("{% for i in range(999) %}{% for j in range(999) %}abc{% endfor %}{% endfor %}", "longer than 1048576"),
+        ("{{ 'a' * 1000000000 }}", r"\* is only for small numbers"),
+        ("{{ 9 ** 999999999 }}", r"\*\* is only for small numbers"),
+        ("{{ '%9999999999d' % 1 }}", "% is only for small numbers"),
+    ],
+)
+def test_templates_are_strict_and_bounded(template: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        render("harness.command[3]", template, {"task": {"prompt": "x"}})
+
+
+def test_templates_render_text_as_it_is() -> None:
+    known = {"task": {"prompt": "<a> & {{ b }}\n", "n": 3, "l": ["x", "y"]}}
+    assert (
+        render("t", "{{ task.prompt }}|{{ task.n * 2 }}|{{ task.l | join(',') }}\n", known) == "<a> & {{ b }}\n|6|x,y\n"
+    )
+
+
+def test_ids_that_are_no_file_names_are_refused(tmp_path: Path) -> None:
+    assert attempt_paths(tmp_path, "train-00001-0003-002", 1).root == tmp_path / "attempts/train-00001-0003-002/1"
+    for bad in ("", "..", "a/b", "a.b", "a b"):
+        with pytest.raises(LaunchError, match="has characters other than"):
+            attempt_paths(tmp_path, bad, 1)
+
+
+def prepared(config: RunConfig, task: dict[str, Any]) -> Path:
+    paths = attempt_paths(config.run_dir, "r1", 1)
+    workspace.prepare(config, "r1", task, paths)
+    return paths.workspace
+
+
+def test_workspace_is_a_copy_of_the_template_with_the_tasks_files(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "templates/a/sub").mkdir(parents=True)
+    (tmp_path / "templates/a/sub/kept.txt").write_text("kept")
+    (tmp_path / "templates/a/link").symlink_to("sub/kept.txt")
+    (tmp_path / "templates/a/run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "templates/a/run.sh").chmod(0o755)
+    made = config(workspace={"template": "templates/{{ task.repo }}", "files": "files"})
+    task = {"repo": "a", "files": {"sub/new.py": "x = 1\n", "run.sh": "#!/bin/bash\n", "deep/er/ü.txt": "ü"}}
+    for _ in range(2):  # what an interrupted start left is replaced
+        made_at = prepared(made, task)
+        (made_at / "left").touch()
+    (made_at / "left").unlink()
+    found = {str(p.relative_to(made_at)): p.read_text() for p in made_at.rglob("*") if p.is_file()}
+    assert found == {
+        "sub/kept.txt": "kept", "link": "kept", "sub/new.py": "x = 1\n", "run.sh": "#!/bin/bash\n", "deep/er/ü.txt": "ü",
+    }  # fmt: skip
+    assert os.access(made_at / "run.sh", os.X_OK) and (made_at / "link").is_symlink()
+    assert made_at.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", ".", "a\0b"])
+def test_files_outside_the_workspace_are_refused(config: Config, path: str) -> None:
+    with pytest.raises(LaunchError, match="is not a path inside the workspace"):
+        prepared(config(workspace={"files": "files"}), {"files": {path: "x"}})
+
+
+@pytest.mark.parametrize("files", [None, ["a"], {"a": 1}])
+def test_files_field_of_the_wrong_kind_is_refused(config: Config, files: object) -> None:
+    with pytest.raises(LaunchError, match="field 'files' must map relative paths to texts"):
+        prepared(config(workspace={"files": "files"}), {"files": files})
+
+
+def test_links_out_of_the_template_are_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/out").symlink_to("/etc")
+    with pytest.raises(LaunchError, match="leads out of the template"):
+        prepared(config(workspace={"template": "t"}), {})
+
+
+def test_files_are_not_written_through_links(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/up").symlink_to("..")
+    (tmp_path / "w/file").symlink_to("../target")
+    for path in ("up/x", "file"):
+        with pytest.raises(LaunchError, match="through a link"):
+            workspace.write_files(tmp_path / "w", {workspace._relative(path): "x"})
+
+
+def test_missing_template_is_named(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=f"workspace.template: {tmp_path}/none is not a folder"):
+        prepared(config(workspace={"template": "none"}), {})
+
+
+def test_remove_opens_folders_without_write_permission(tmp_path: Path) -> None:
+    (tmp_path / "w/deep").mkdir(parents=True)
+    (tmp_path / "w/deep/file").touch()
+    (tmp_path / "w/deep").chmod(0o500)
+    workspace.remove(tmp_path / "w")
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,1 @@
+"""Pure: from recorded turns to trees and training samples."""

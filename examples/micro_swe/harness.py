@@ -121,13 +121,13 @@ class Workspace:
             self.known = self.known and self.source == before
         return result
 
-    def passes(self) -> bool:
-        """Whether the module as it stands passes its tests."""
+    def reward(self) -> float:
+        """1.0 if the module as it stands passes its tests, else 0.0."""
         if self.known:
-            return self.first_failure() is None
+            return float(self.first_failure() is None)
         with tempfile.TemporaryDirectory(prefix="micro-") as folder:
             Path(folder, f"{self.task.module}.py").write_text(self.source)
-            return passes(self.task.row(), Path(folder))
+            return float(passes(self.task.row(), Path(folder)))
 
 
 def run_shell(command: str, folder: str) -> tuple[int, str]:
@@ -190,7 +190,7 @@ class Episode:
 
     def reward(self) -> float:
         """What the grader gives: the module's tests have to pass, and the run has to end by submitting."""
-        return float(self.exit_status == "Submitted" and self.workspace.passes())
+        return self.workspace.reward() if self.exit_status == "Submitted" else 0.0
 
     def observe(self, returncode: int, output: str) -> None:
         first = output.lstrip().split("\n", 1)[0].strip()

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
+from leyden.cli.screen import screen
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.cli.training import quiet_libraries
 from leyden.config import RunConfig
@@ -58,7 +58,7 @@ def run_evaluation(
     document = {"checkpoint": folder and str(folder), "tasks_sha256": tasks.sha256, **result.as_json()}
     path = run_dir / "result.json"
     path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    Console().print(table(result))
+    screen().print(table(result))
     display.line(f"written to {path}")
 
 

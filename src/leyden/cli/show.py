@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leyden.cli.gateway_of import gateway_of, read_run
+from leyden.cli.screen import screen
 from leyden.cli.trajectory import Decode, decoder, trajectory_lines
 from leyden.client import ControlClient, Rollout
 from leyden.errors import ConfigError
@@ -53,7 +54,7 @@ class Filter:
 def show_steps(run_dir: Path) -> None:
     read_run(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl")
-    console = Console()
+    console = screen()
     if not lines:
         console.print(f"{run_dir} has no finished step yet")
         return
@@ -98,7 +99,7 @@ def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks:
     chosen.check()
     found = [r for r in asyncio.run(_all_rollouts(run_dir, secret)) if chosen.takes(r)]
     found.sort(key=lambda r: (r.step, r.kind, r.slot, r.member))
-    Console().print(fork_table(found) if forks else rollout_table(found[-chosen.limit :], len(found)))
+    screen().print(fork_table(found) if forks else rollout_table(found[-chosen.limit :], len(found)))
 
 
 def rollout_table(rollouts: Sequence[Rollout], total: int) -> Table:

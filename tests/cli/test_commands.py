@@ -1,0 +1,213 @@
+"""The command line: exit status, one-line errors, what it imports, the plan, the choices of `leyden eval`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from leyden.cli.evaluating import choose_checkpoint, choose_samples, choose_tasks
+from leyden.cli.plan import describe
+from leyden.cli.signals import Stopped, run_until_signal
+from leyden.cli.training import closing_lines
+from leyden.config import RunConfig, load, parse
+from leyden.errors import ConfigError
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n')
+    (tmp_path / "val.jsonl").write_text('{"v": 1}\n{"v": 2}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "run_dir": "run",
+                "model": {"path": "org/model"},
+                "data": {"train": "train.jsonl", "validation": "val.jsonl"},
+                "harness": {"command": ["agent", "--go"]},
+                "grader": {"function": "grade:score"},
+                "trainer": {"steps": 6, "groups_per_step": 2, "group_size": 4},
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def config(run_file: Path) -> RunConfig:
+    return load(run_file)
+
+
+def leyden(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "leyden", *arguments],
+        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_wrong_run_file_is_one_line_and_status_2(run_file):
+    result = leyden("train", str(run_file), "trainer.group_sise=4")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: trainer.group_sise: unknown key (value 4); did you mean 'group_size'?\n"
+
+
+@pytest.mark.parametrize("command", ["train", "gateway", "controller", "eval"])
+def test_every_command_reads_the_run_file_the_same_way(command):
+    result = leyden(command, "none.yaml")
+    assert result.returncode == 2
+    assert result.stderr == "error: cannot read run file none.yaml: No such file or directory\n"
+
+
+def test_a_task_file_with_a_bad_line(run_file, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"n": 1}\n[]\n')
+    result = leyden("train", str(run_file), "--dry-run")
+    assert result.returncode == 2
+    assert result.stderr == f"error: data.train: {tmp_path}/train.jsonl:2: a task is a JSON object, not list\n"
+
+
+def test_a_failure_that_is_not_the_run_file_is_status_1(run_file):
+    result = leyden("controller", str(run_file))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no gateway has listened for ")
+    assert "start `leyden gateway` first" in result.stderr
+
+
+def test_a_short_secret_is_refused(run_file):
+    result = leyden("controller", str(run_file), LEYDEN_SECRET="short")
+    assert result.returncode == 2
+    assert result.stderr == "error: LEYDEN_SECRET: has 5 bytes, at least 32 are needed\n"
+
+
+def test_show_of_something_else(tmp_path):
+    result = leyden("show", str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr == f"error: RUN_DIR: {tmp_path} is not the folder of a run: it has no run.json\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "RUN", "trainer.stepz=1"], ["train", "RUN", "--dry-run"]])
+def test_answers_at_once_because_nothing_heavy_is_imported(run_file, arguments):
+    program = (
+        "import sys\nsys.argv = ['leyden', *sys.argv[1:]]\nfrom leyden.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'aiohttp', 'pyarrow', 'starlette', 'renderers'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    words = [str(run_file) if word == "RUN" else word for word in arguments]
+    result = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_dry_run_prints_settings_that_read_back_and_the_plan(config, run_file, tmp_path):
+    result = leyden("train", str(run_file), "trainer.steps=9", "--dry-run")
+    assert result.returncode == 0
+    assert parse(yaml.safe_load(result.stdout)).trainer.steps == 9
+    assert not (tmp_path / "run").exists()
+    train, validation = (
+        hashlib.sha256((tmp_path / f"{name}.jsonl").read_bytes()).hexdigest()[:12] for name in ("train", "val")
+    )
+    assert describe(config).split("# would start\n")[1].splitlines() == [
+        "#   gateway     on 127.0.0.1, port any free one",
+        "#   engine      embedded, org/model on auto, 32 slots, 4096 tokens of context",
+        "#   controller  local, 8 harnesses at once",
+        "#   harness     agent --go",
+        "#   grader      function: grade:score",
+        f"#   training    steps 1 to 6 of 2 groups x 4 = 8 rollouts; 3 tasks, 4.00 epochs (sha256 {train})",
+        f"#   validation  2 tasks x 1, only at the ends (sha256 {validation})",
+        f"#   run folder  {tmp_path}/run",
+    ]
+
+
+def test_plan_of_a_resume_beside_running_parts(run_file, tmp_path):
+    (tmp_path / "run/checkpoints/step-000004").mkdir(parents=True)
+    config = load(run_file, ["gateway.url=http://10.0.0.1:80", "controller.start=false", "eval.every=2"])
+    lines = describe(config).split("# would start\n")[1].splitlines()
+    assert lines[0] == "#   gateway     uses the one at http://10.0.0.1:80"
+    assert lines[2] == "#   controller  uses one that already runs"
+    assert lines[5].startswith("#   training    steps 5 to 6 of 2 groups")
+    assert lines[6].startswith("#   validation  2 tasks x 1, every 2 steps")
+
+
+def test_choice_of_tasks(config, tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"o": 1}\n')
+    assert choose_tasks(config, "validation", None).tasks == ({"v": 1}, {"v": 2})
+    assert choose_tasks(config, "train", 2).tasks == ({"n": 1}, {"n": 2})
+    assert choose_tasks(config, str(tmp_path / "other.jsonl"), None).tasks == ({"o": 1},)
+    with pytest.raises(ConfigError, match="--split: cannot read "):
+        choose_tasks(config, "nothing.jsonl", None)
+    bare = config.model_copy(update={"data": config.data.model_copy(update={"validation": None})})
+    with pytest.raises(ConfigError, match=r"no data\.validation; give --split train"):
+        choose_tasks(bare, "validation", None)
+
+
+def test_choice_of_samples():
+    assert choose_samples([1], None, 1) == 1
+    assert choose_samples([1, 4], None, 2) == 4
+    assert choose_samples([1], None, 3) == 3
+    assert choose_samples([1, 4], 8, 1) == 8
+    with pytest.raises(ConfigError, match="--samples: 2 samples a task cannot give pass@4; use at least 4"):
+        choose_samples([1, 4], 2, 1)
+
+
+def test_choice_of_checkpoint(config):
+    assert choose_checkpoint(config, "latest") is None
+    root = config.run_dir / "checkpoints"
+    for name in ("step-000009", "step-000010", ".tmp-step-000011"):
+        (root / name).mkdir(parents=True)
+    assert choose_checkpoint(config, "latest") == root / "step-000010"
+    assert choose_checkpoint(config, "none") is None
+    assert choose_checkpoint(config, str(root / "step-000009")) == root / "step-000009"
+    with pytest.raises(ConfigError, match="--checkpoint: step-7 is not a folder"):
+        choose_checkpoint(config, "step-7")
+
+
+def test_closing_lines(tmp_path):
+    summary = {
+        "steps": 3, "policy_version": 2, "seconds": {"rollouts": 3.21, "update": 0.4},
+        "pass_at_1_before": 0.25, "pass_at_1_before_interval_95": [0.1, 0.5],
+        "pass_at_1_after": None, "pass_at_1_after_interval_95": None,
+    }  # fmt: skip
+    assert closing_lines(tmp_path, summary) == [
+        "finished 3 steps, policy version 2",
+        "validation pass@1 before 0.250 [0.100, 0.500]",
+        "seconds: rollouts 3.2, update 0.4",
+        f"summary.json        {tmp_path}/summary.json",
+        f"learning_curve.png  {tmp_path}/learning_curve.png",
+    ]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_work_in_order(number, status):
+    events: list[str] = []
+
+    async def work() -> None:
+        import asyncio
+
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("ended")
+
+    with pytest.raises(Stopped) as caught:
+        run_until_signal(work(), on_stop=lambda: events.append("asked"))
+    assert events == ["asked", "ended"]
+    assert caught.value.exit_status == status
+
+
+def test_results_and_errors_pass_through():
+    async def answer() -> int:
+        return 3
+
+    async def fail() -> None:
+        raise ConfigError("a", "b")
+
+    assert run_until_signal(answer(), on_stop=lambda: None) == 3
+    with pytest.raises(ConfigError):
+        run_until_signal(fail(), on_stop=lambda: None)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from leyden.cli.show import Filter, fork_table, heading, rollout_table, step_table
+from leyden.cli.trajectory import trajectory_lines
+from leyden.client import Rollout
+from leyden.errors import ConfigError
+from leyden.types import FinishReason, Turn, VersionSpan
+
+
+def turn(turn_id, delta, sampled, parent=None, cause=None, spans=None):
+    return Turn(
+        turn_id, "r1", 1, parent, np.array(delta, np.int32), np.array(sampled, np.int32),
+        np.full(len(sampled), -0.5, np.float32), spans or (VersionSpan(3, len(sampled)),), FinishReason.STOP, cause,
+    )  # fmt: skip
+
+
+def decode(ids):
+    return " ".join(map(str, ids.tolist())).replace("0", "\n")
+
+
+def rollout(number=0, **values):
+    base = {
+        "rollout_id": f"train-{number}", "group_id": "g", "kind": "train", "step": 2, "slot": 1, "member": number,
+        "state": "succeeded", "attempt": 1, "change": 9, "reward": 1.0, "turns": 2, "sampled_tokens": 30,
+        "min_version": 1, "max_version": 1, "started": 10.0, "finished": 12.5, "exit_code": 0, "forks": {},
+    }  # fmt: skip
+    return Rollout.from_json(base | values)
+
+
+def text(table) -> list[list[str]]:
+    """Cells of each row."""
+    console = Console(file=io.StringIO(), width=300)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+
+
+def test_one_trajectory():
+    turns = [
+        turn(1, [1, 2], [7, 9]),
+        turn(2, [3], [8], 1),
+        turn(5, [4, 0, 4], [6], 1, "reply dropped", (VersionSpan(3, 0), VersionSpan(4, 1))),
+        turn(6, [1], [5, 5, 5, 5, 5, 5], None, "compaction"),
+    ]
+    lines = [line.plain for line in trajectory_lines(turns, decode, max_tokens=6)]
+    assert lines == [
+        "turn 1 starts | version 3 | 2 context, 2 sampled | logprob mean -0.500 | stop | sample 1",
+        "| 1 2",
+        "> 7 9",
+        "turn 2 continues 1 | version 3 | 1 context, 1 sampled | logprob mean -0.500 | stop | sample 1",
+        "| 3",
+        "> 8",
+        "turn 5 continues 1 | version 3 (0 tokens), 4 (1 tokens) | 3 context, 1 sampled | logprob mean -0.500 | stop"
+        " | not trained | branch: reply dropped",
+        "| 4 ",
+        "|  4",
+        "x 6",
+        "turn 6 starts | version 3 | 1 context, 6 sampled | logprob mean -0.500 | stop | not trained"
+        " | branch: compaction",
+        "| 1",
+        "x 5 5 5 5 5 5",
+        "1 samples: turns 1, 2: 3 of 6 tokens trained",
+    ]
+    assert [line.plain for line in trajectory_lines([], decode)] == ["no model call was recorded"]
+
+
+def test_heading(tmp_path):
+    failed = rollout(state="failed", failure="agent", reward=0.0, exit_code=1, timed_out=True, reason="exit 1")
+    assert [line.plain for line in heading(failed, tmp_path)] == [
+        "train-0",
+        "train step 2, task 1, member 0, attempt 1",
+        "failed (agent), reward 0, exit code 1, timed out, exit 1",
+        f"2 turns, 30 sampled tokens, held 0.0 s; logs in {tmp_path}/attempts/train-0/1",
+    ]
+
+
+def test_rollouts():
+    found = [rollout(0, forks={"compaction": 2}), rollout(1, state="failed", failure="agent", reward=None, reason="no")]
+    assert text(rollout_table(found, 7)) == [
+        ["train-0", "train", "2", "1.0", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", "compaction 2", ""],
+        ["train-1", "train", "2", "1.1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
+    ]
+
+
+def test_forks_by_cause():
+    found = [rollout(0, forks={"a": 2, "b": 1}), rollout(1, forks={"b": 4}), rollout(2)]
+    assert text(fork_table(found)) == [["b", "5", "2"], ["a", "2", "1"]]
+
+
+def test_filters():
+    assert not Filter().narrows
+    assert Filter(step=2, kind="train", state="succeeded").takes(rollout())
+    assert not Filter(step=3).takes(rollout())
+    assert not Filter(state="failed").takes(rollout())
+    with pytest.raises(ConfigError, match="--kind: 'x' is not train or eval"):
+        Filter(kind="x").check()
+    with pytest.raises(ConfigError, match="--state: 'x' is not one of queued, running, grading"):
+        Filter(state="x").check()
+
+
+def test_steps():
+    step = {
+        "event": "step", "step": 1, "version": 1, "reward": 0.5, "pass_rate": 0.5, "groups_without_spread": 1,
+        "groups": 2, "excluded": {"no_calls": 1}, "samples": 5, "trained_tokens": 90, "entropy": 1.5,
+        "grad_norm": 0.25, "max_logprob_diff": 1e-6, "seconds": {"rollouts": 2.0, "update": 0.5},
+    }  # fmt: skip
+    skip = {**step, "event": "skip", "step": 2, "reward": None, "pass_rate": None, "why": "every advantage is 0"}
+    evaluation = {
+        "event": "eval", "step": 2, "version": 1, "seconds": 3.0,
+        "pass": [{"k": 1, "value": 0.25, "interval_95": [0.1, 0.5]}],
+    }  # fmt: skip
+    rows = text(step_table(json.loads(json.dumps([step, skip, evaluation]))))
+    assert rows == [
+        ["1", "1", "0.500", "0.50", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", ""],
+        ["2", "1", "", "", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", "skipped"],
+        ["2", "1", *[""] * 9, "3.0", "0.250 [0.100, 0.500]"],
+    ]

@@ -296,7 +296,7 @@ def in_a_real_shell(task: tasks.Task, command: str, folder: Path) -> tuple[tuple
 def test_computed_commands_equal_those_of_a_real_shell_byte_for_byte(
     splits: dict[tasks.Split, list[tasks.Task]], tmp_path: Path
 ) -> None:
-    for task in [*splits["train"][:10], *splits["validation"][:10]]:
+    for task in [*splits["train"][:4], *splits["validation"][:4]]:
         for command in commands(task):
             workspace = harness.Workspace(task)
             workspace.execute_really = None  # type: ignore[assignment,method-assign]
@@ -440,7 +440,6 @@ def run_mini(task: tasks.Task, replies: list[str], folder: Path) -> tuple[list[d
     ("slips", "exit_status", "reward"),
     [
         (["no block"], "Submitted", 1.0),
-        ([harness.block("cax x")], "Submitted", 1.0),
         (["no block", harness.block("cax x")], "LimitsExceeded", 0.0),
     ],
 )
@@ -489,8 +488,8 @@ def test_the_demonstrations_are_those_that_the_base_model_was_made_from(record: 
     import make_base
 
     source = make_base.Demonstrations(record["seed"])
-    texts = make_base.tokenizer_texts(source, make_base.Recipe())
-    assert tasks.sha256("".join(texts[:200])) == record["first_200_demonstrations_sha256"]
+    texts = make_base.tokenizer_texts(source, make_base.Recipe(tokenizer_demonstrations=200))
+    assert tasks.sha256("".join(texts)) == record["first_200_demonstrations_sha256"]
 
 
 def test_the_base_model_and_its_renderer_load(splits: dict[tasks.Split, list[tasks.Task]]) -> None:

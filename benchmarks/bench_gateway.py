@@ -22,8 +22,8 @@ from typing import Any
 
 import aiohttp
 import psutil
-from common import MODEL, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
 
+from common import MODEL, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
 from leyden.client import ControlClient, control_key, read_or_create_secret
 
 HERE = Path(__file__).resolve().parent

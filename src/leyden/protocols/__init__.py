@@ -1,4 +1,4 @@
-"""Wire protocols: one pure file each, no I/O. `parse(body) -> ChatRequest`, `reply(ChatReply) -> JSON or SSE events`."""
+"""Wire protocols: one pure file each, no I/O. `parse(body) -> ChatRequest`, `reply` and `stream` of a ChatReply."""
 
 from leyden.protocols.chat import ChatChoice, ChatReply, ChatRequest, HarnessSampling
 

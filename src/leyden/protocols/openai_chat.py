@@ -177,8 +177,7 @@ def _tool(item: Any, path: str) -> Json:
     function = item.get("function") if isinstance(item, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} is not a function tool with a name", param=path)
-    known = {"type": "function", "function": function}
-    return known
+    return {"type": "function", "function": function}
 
 
 def _stop(stop: Any) -> tuple[str, ...]:

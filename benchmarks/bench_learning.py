@@ -69,15 +69,13 @@ def plot(curves: dict[int, list[tuple[int, float, list[float]]]], path: Path) ->
 
 def row(seed: int, summary: dict[str, Any]) -> list[Any]:
     before, after = summary["pass_at_1_before"], summary["pass_at_1_after"]
-    intervals = [summary[f"pass_at_1_{when}_interval_95"] for when in ("before", "after")]
+    (low, high), (low_after, high_after) = (summary[f"pass_at_1_{w}_interval_95"] for w in ("before", "after"))
     return [
         seed,
-        *(
-            f"{value:.3f} [{low:.3f}, {high:.3f}]"
-            for value, (low, high) in zip((before, after), intervals, strict=True)
-        ),
+        f"{before:.3f} [{low:.3f}, {high:.3f}]",
+        f"{after:.3f} [{low_after:.3f}, {high_after:.3f}]",
         after - before,
-        intervals[0][1] < intervals[1][0],
+        high < low_after,
         summary["samples_per_rollout"],
         f"{summary['max_logprob_diff']:.1e}",
         sum(summary["counts"]["excluded"].values()),

@@ -192,9 +192,9 @@ def _check_same_run(before: Json, now: Json, run_dir: Path) -> None:
     for path in FIXED:
         old, new = _at(before, path), _at(now, path)
         if old != new:
-            what = "the bytes of data.train" if path[0] == "data" else ".".join(path[1:])
+            what = "data.train (sha256)" if path[0] == "data" else ".".join(path[1:])
             raise TrainingError(
-                f"{run_dir} was started with another {what} ({old!r}, now {new!r}); a resume would not be the same "
+                f"{run_dir} was started with another {what}: {old!r}, now {new!r}; a resume would not be the same "
                 "run. Set it back, or choose another run_dir"
             )
 

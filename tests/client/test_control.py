@@ -189,7 +189,12 @@ async def test_lost_connection_is_not_repeated() -> None:
     assert caught.value.status is None and len(hits) == 1
 
 
-REWARD = "import sys; from leyden.client import post_reward; post_reward(float(sys.argv[1]), retry_limit_s=0.2); print(*{m.split('.')[0] for m in sys.modules} & {'aiohttp', 'pyarrow', 'numpy'})"
+REWARD = """
+import sys
+from leyden.client import post_reward
+post_reward(float(sys.argv[1]), retry_limit_s=0.2)
+print(*{m.split(".")[0] for m in sys.modules} & {"aiohttp", "pyarrow", "numpy"})
+"""
 
 
 async def post(url: str, value: str) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,7 @@ def test_secret_is_made_once_and_private(tmp_path: Path) -> None:
     secret = read_or_create_secret(tmp_path)
     assert len(secret) == 32 and read_or_create_secret(tmp_path) == secret
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    assert os.listdir(tmp_path) == ["secret"]
+    assert [p.name for p in tmp_path.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,16 @@ import pytest
 from leyden.config import RunConfig
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
+from tests.controller.test_restart import appears
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
-HIT = (
-    f"{sys.executable} -c 'import os,urllib.request as u;"
-    'u.urlopen(u.Request(os.environ["LEYDEN_URL"]+"/hit",headers={"authorization":"Bearer "+os.environ["LEYDEN_KEY"]}))\''
+CALL = (
+    "import os, urllib.request as u; headers = {'authorization': 'Bearer ' + os.environ['LEYDEN_KEY']}; "
+    "u.urlopen(u.Request(os.environ['LEYDEN_URL'] + '/hit', headers=headers))"
 )
+HIT = f'{sys.executable} -c "{CALL}"'
+MIX = "case $((${LEYDEN_ROLLOUT_ID#r} % 5)) in 0) exit 0;; 1) exit 1;; 2) sleep 300;; 3) kill -9 $$;; 4) true;; esac"
 
 
 def attempt_dir(config: RunConfig, rollout_id: str = "r1", attempt: int = 1) -> Path:
@@ -196,9 +199,8 @@ async def test_no_model_call_warns_and_names_the_variables(
 async def test_capacity_never_leaks_and_is_never_exceeded(config: Config, gone: Left) -> None:
     """R04: success, failure, time-out, spawn error and cancellation in a mix; 5 slots, all end, 5 at most alive."""
     ids = [f"r{i}" for i in range(60)]
-    script = "n=${LEYDEN_ROLLOUT_ID#r}; case $((n % 5)) in 0) exit 0;; 1) exit 1;; 2) sleep 300;; 3) kill -9 $$;; 4) true;; esac"
     made = config(
-        script,
+        MIX,
         harness={"timeout_s": 0.3, "max_attempts": 1},
         controller={"concurrency": 5},
         grader={"function": "g:g"},
@@ -229,8 +231,7 @@ async def test_clean_stop_gives_rollouts_back_and_leaves_nothing(config: Config,
         made = config("echo on; sleep 300")
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
-            while not (attempt_dir(made) / "harness.log").exists():
-                await asyncio.sleep(0.01)
+            await appears(attempt_dir(made) / "harness.log")
         assert gone() == []
         assert gateway.rollouts["r1"]["state"] == "queued"
         assert gateway.rollouts["r1"]["reason"].startswith("the controller was stopped")
@@ -291,8 +292,7 @@ async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left
         made = config("echo on; while ! test -e ../go; do sleep 0.05; done")
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
-            while not (attempt_dir(made) / "harness.log").exists():
-                await asyncio.sleep(0.01)
+            await appears(attempt_dir(made) / "harness.log")
             (launcher,) = [p for p in psutil.process_iter() if _is_launcher(p, made)]
             launcher.send_signal(signal.SIGKILL)
             await asyncio.sleep(0.3)

@@ -79,7 +79,7 @@ def _record_batch(turns: list[Turn]) -> Any:
         _lists([t.sampled_T for t in turns], np.int32),
         _lists([t.logprobs_T for t in turns], np.float32),
         _lists([np.array([s.version for s in t.spans], np.int32) for t in turns], np.int32),
-        _lists([np.array([s.count for s in t.spans], np.int32) for t in turns], np.int32),
+        _lists([np.array([s.length for s in t.spans], np.int32) for t in turns], np.int32),
         pa.array([str(t.finish_reason) for t in turns], pa.string()),
         pa.array([t.fork_cause for t in turns], pa.string()),
     ]

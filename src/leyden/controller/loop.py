@@ -80,11 +80,12 @@ def launcher_settings(config: RunConfig, url: str, parent: dict[str, str]) -> La
     """Where the run folder's launcher lives and which interpreter runs it; makes the folders."""
     for name in ("launcher", "logs", "attempts"):
         (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    python = _interpreter(config)
     return LauncherSettings(
         state=config.run_dir / "launcher",
         log=config.run_dir / "logs" / "launcher.log",
-        python=_interpreter(config),
-        preload=tuple(config.harness.preload),
+        python=python,
+        preload=tuple(config.harness.preload) + _grader_modules(config, python),
         environment=launch.launcher_environment(config, url, parent),
     )
 
@@ -218,6 +219,12 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _grader_modules(config: RunConfig, python: str) -> tuple[str, ...]:
+    """What a grader function's process needs besides the function, if it is forked from the launcher."""
+    forked = config.grader.function is not None and python == sys.executable
+    return ("leyden.client.reward",) if forked else ()
 
 
 def _interpreter(config: RunConfig) -> str:

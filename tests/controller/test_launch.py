@@ -132,7 +132,8 @@ def test_workspace_is_a_copy_of_the_template_with_the_tasks_files(config: Config
     (made_at / "left").unlink()
     found = {str(p.relative_to(made_at)): p.read_text() for p in made_at.rglob("*") if p.is_file()}
     assert found == {
-        "sub/kept.txt": "kept", "link": "kept", "sub/new.py": "x = 1\n", "run.sh": "#!/bin/bash\n", "deep/er/ü.txt": "ü",
+        "sub/kept.txt": "kept", "link": "kept", "sub/new.py": "x = 1\n", "run.sh": "#!/bin/bash\n",
+        "deep/er/ü.txt": "ü",
     }  # fmt: skip
     assert os.access(made_at / "run.sh", os.X_OK) and (made_at / "link").is_symlink()
     assert made_at.stat().st_mode & 0o777 == 0o700

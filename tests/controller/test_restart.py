@@ -130,6 +130,7 @@ async def test_claim_without_a_start_is_given_back(config: Config, gone: Left) -
     assert starts(made) == {"r1/2": 1}
 
 
+@pytest.mark.slow
 async def test_kills_at_any_moment_neither_lose_nor_double_a_run(config: Config, gone: Left) -> None:
     made = config(
         "echo x >> ../starts; sleep 0.1",
@@ -259,6 +260,15 @@ async def test_an_id_runs_once_whoever_asks(tmp_path: Path, gone: Left) -> None:
     assert runner.ends["a"].exit_code == 0
 
 
+async def test_garbage_on_the_socket_does_no_harm(tmp_path: Path, gone: Left) -> None:
+    async with Runner(tmp_path) as runner:
+        _, writer = await asyncio.open_unix_connection(socket_path(tmp_path / "state"))
+        writer.write(b"GET / HTTP/1.1\n\n")
+        await writer.drain()
+        assert (await runner.run("a", "true"))[0].exit_code == 0
+        writer.close()
+
+
 async def test_second_backend_takes_over(tmp_path: Path, gone: Left) -> None:
     first = Runner(tmp_path)
     await first.backend.open()
@@ -327,8 +337,7 @@ async def test_fork_is_like_a_fresh_interpreter(tmp_path: Path, gone: Left) -> N
 
 async def test_late_imports_of_the_first_job_are_preloaded_for_the_next(tmp_path: Path, gone: Left) -> None:
     (tmp_path / "late_dangerous.py").write_text(
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     (tmp_path / "late_good.py").write_text("X = 1\n")
     script = tmp_path / "agent.py"

@@ -15,6 +15,7 @@ from leyden.gateway.render import ModelRenderer
 from leyden.types import RolloutState
 from tests.gateway.conftest import SECRET, Gateway, ScriptedEngine, make_config, serving
 
+pytestmark = pytest.mark.slow
 Left = Callable[[], list[str]]
 AGENT = """
 import json, os, urllib.request as u

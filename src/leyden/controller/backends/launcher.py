@@ -277,7 +277,12 @@ class Launcher:
         while b"\n" in buffers["in"]:
             line, _, rest = bytes(buffers["in"]).partition(b"\n")
             buffers["in"][:] = rest
-            self.handle(json.loads(line), connection, buffers)
+            try:
+                message = json.loads(line)
+            except ValueError:
+                self.hang_up(connection)
+                return
+            self.handle(message, connection, buffers)
 
     def hang_up(self, connection: socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -47,7 +47,7 @@ class Active:
     def generation(self, reason: FinishReason, stop_string: str | None) -> Generation:
         ends = [start for _, start in self.marks[1:]] + [len(self.sampled)]
         spans = (VersionSpan(v, end - start) for (v, start), end in zip(self.marks, ends, strict=True))
-        return Generation(self.sampled, self.logprobs, reason, tuple(s for s in spans if s.count), stop_string)
+        return Generation(self.sampled, self.logprobs, reason, tuple(s for s in spans if s.length), stop_string)
 
     def end(self, context_tokens: int) -> tuple[FinishReason, str | None] | None:
         """Whether the token that was added last ends the request: (reason, stop string), or None to go on."""

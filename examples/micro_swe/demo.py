@@ -1,6 +1,6 @@
 """The demo: make the tasks, train through the real mini-swe-agent, show what came of it.
 
-    make demo          or, in an environment with Leyden and mini-swe-agent: python examples/micro_swe/demo.py
+make demo          or, in an environment with Leyden and mini-swe-agent: python examples/micro_swe/demo.py
 """
 
 from __future__ import annotations

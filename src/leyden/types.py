@@ -62,10 +62,10 @@ class FinishReason(StrEnum):
 
 
 class VersionSpan(NamedTuple):
-    """`count` consecutive sampled tokens came from policy `version`."""
+    """`length` consecutive sampled tokens came from policy `version`."""
 
     version: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ async def test_dropped_reply_forks_and_both_segments_stay(gateway: Gateway) -> N
     client = sdk(gateway, key)
     await call(client, [SYSTEM, USER])
     await call(client, [SYSTEM, USER, {"role": "user", "content": "format error"}])
-    one, two = await gateway.turns(rollout_id)
+    _, two = await gateway.turns(rollout_id)
     assert (two.parent_id, two.fork_cause) == (None, "reply_dropped")
     assert gateway.renderer.decode(two.delta_P).startswith("<|im_start|>system\nbe brief")
     assert (await gateway.client.rollout(rollout_id)).forks == {"reply_dropped": 1}

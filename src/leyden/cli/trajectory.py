@@ -47,7 +47,7 @@ def turn_header(turn: Turn, sample: int | None) -> str:
     """`turn 7 continues 5 | version 3 | 120 context, 40 sampled | logprob mean -0.21 | stop | sample 1`."""
     start = f"turn {turn.turn_id} " + ("starts" if turn.parent_id is None else f"continues {turn.parent_id}")
     versions = ", ".join(
-        f"{s.version} ({s.count} tokens)" if len(turn.spans) > 1 else str(s.version) for s in turn.spans
+        f"{s.version} ({s.length} tokens)" if len(turn.spans) > 1 else str(s.version) for s in turn.spans
     )
     logprobs = trainable_logprobs(turn)
     mean = "none" if logprobs is None or not len(logprobs) else f"{float(np.mean(logprobs)):.3f}"

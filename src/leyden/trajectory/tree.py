@@ -82,7 +82,7 @@ def _check(turn: Turn, first: Turn | None) -> None:
             f"turns of rollout {turn.rollout_id} attempt {turn.attempt} and of rollout {first.rollout_id} "
             f"attempt {first.attempt} cannot form one tree"
         )
-    covered = sum(span.count for span in turn.spans)
+    covered = sum(span.length for span in turn.spans)
     if covered != len(turn.sampled_T):
         raise CaptureError(
             f"rollout {turn.rollout_id}: turn {turn.turn_id} has {len(turn.sampled_T)} sampled ids, "

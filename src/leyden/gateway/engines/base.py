@@ -48,8 +48,8 @@ def generation(body: Any, request: GenerateRequest) -> Generation:
         raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
     if len(ids) > request.max_tokens:
         raise CaptureError(f"the engine sampled {len(ids)} tokens where max_tokens was {request.max_tokens}")
-    spans = tuple(VersionSpan(int(version), int(count)) for version, count in body.get("spans") or ())
-    if sum(span.count for span in spans) != len(ids):
+    spans = tuple(VersionSpan(int(version), int(length)) for version, length in body.get("spans") or ())
+    if sum(span.length for span in spans) != len(ids):
         raise CaptureError(f"the engine's version spans {list(spans)} do not cover its {len(ids)} tokens")
     try:
         finish_reason = FinishReason(body.get("finish_reason"))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from leyden.client import Rollout, control_key
 from leyden.config import RunConfig
 from leyden.controller.loop import run_controller

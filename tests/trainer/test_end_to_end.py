@@ -41,7 +41,9 @@ pathlib.Path("answer.txt").write_text(json.dumps(messages))
 """
 GRADER = """
 def score(task, workspace):
-    return float(sum((workspace / "answer.txt").read_bytes()) % 2)
+    "The second member of each group passes: every step has something to learn."
+    assert (workspace / "answer.txt").read_text().startswith("[")
+    return float(workspace.parent.parent.name.endswith("1"))
 """
 STEPS, GROUPS, SIZE, TASKS = 5, 2, 2, 5
 
@@ -159,6 +161,24 @@ def test_every_process_is_killed_once_in_the_middle_of_a_step(folder):
     wait_until_alone(folder)
     check_finished(folder / "run")
 
+    shown = leyden(folder, "show", "run", "train-00001-0000-000")
+    assert "| sample 1\n" in shown
+    assert "\n| <|im_start|>user\n" in shown
+    assert "1 samples: turns " in shown
+    assert leyden(folder, "show", "run").count("\u2502 5    \u2502") == 2
+    evaluated = leyden(folder, "eval", "run.yaml", "-k", "2", "--limit", "1")
+    assert "evaluating " + str(folder / "run/checkpoints/step-000005") + " on 1 tasks x 2" in evaluated
+    (result,) = (folder / "run/eval").glob("*-step-000005/result.json")
+    document = json.loads(result.read_text())
+    assert (document["version"], document["rewarded"]) == (5, 2)
+    assert (document["pass"][0]["k"], document["pass"][0]["value"]) == (2, 1.0)
+    wait_until_alone(folder)
+
+
+def leyden(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "leyden", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
 
 def check_finished(run: Path) -> None:
     """Each step trained its own tasks once, each rollout once, and the numbers add up."""
@@ -186,6 +206,7 @@ def check_finished(run: Path) -> None:
     assert all(line["rollouts"] == GROUPS * SIZE and not line["excluded"] for line in steps)
     assert [e["step"] for e in current(lines) if e["event"] == "eval"] == [0, STEPS]
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["policy_version"] == STEPS
     assert summary["counts"]["rollouts"] == STEPS * GROUPS * SIZE
     assert summary["lineages"] == 5
     assert summary["max_logprob_diff"] < 1e-4

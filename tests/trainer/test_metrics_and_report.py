@@ -116,6 +116,12 @@ def test_summary_of_nothing():
     assert (summary["pass_at_1_before"], summary["samples_per_rollout"], summary["max_logprob_diff"]) == (None,) * 3
 
 
+def test_a_single_evaluation_is_not_both_before_and_after():
+    only_before, only_after = summarize(LINES[:2]), summarize([LINES[0], LINES[2], LINES[-1]])
+    assert (only_before["pass_at_1_before"], only_before["pass_at_1_after"]) == (0.25, None)
+    assert (only_after["pass_at_1_before"], only_after["pass_at_1_after"]) == (None, 0.75)
+
+
 def test_report_files(tmp_path):
     assert orjson.loads(orjson.dumps(write_report(tmp_path, LINES))) == summarize(LINES)
     assert orjson.loads((tmp_path / "summary.json").read_bytes()) == summarize(LINES)

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from leyden.cli.screen import screen
 from leyden.cli.signals import Stopped, run_until_signal
-from leyden.cli.training import quiet_libraries
 from leyden.config import RunConfig
 from leyden.errors import ConfigError
 from leyden.trainer.display import Display, named
 from leyden.trainer.evaluate import EvalResult
+from leyden.trainer.folder import newest_checkpoint
 from leyden.trainer.tasks import TaskSet, read_tasks
 
 
@@ -43,10 +43,8 @@ def run_evaluation(
     settings = config.model_copy(update={"run_dir": run_dir})
     display = Display()
     display.line(f"evaluating {folder or 'the initial model'} on {len(tasks)} tasks x {samples}")
-    display.live("loading libraries")
     from leyden.trainer.run import Command, evaluate_once
 
-    quiet_libraries()
     command = Command(run_file, (*overrides, f"run_dir={json.dumps(str(run_dir))}"), secret)
     work = evaluate_once(settings, tasks, command, display, folder=folder, samples=samples, ks=sorted(set(ks)))
     try:
@@ -88,8 +86,7 @@ def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
     if wanted == "none":
         return None
     if wanted == "latest":
-        found = (config.run_dir / "checkpoints").glob("step-[0-9]*")
-        return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+        return newest_checkpoint(config.run_dir)
     folder = Path(wanted)
     if not folder.is_dir():
         raise ConfigError(

@@ -6,6 +6,7 @@ import yaml
 
 from leyden.cli.app import dump
 from leyden.config import RunConfig
+from leyden.trainer.folder import checkpoint_step, newest_checkpoint
 from leyden.trainer.tasks import TaskSet, read_tasks
 
 
@@ -47,5 +48,5 @@ def plan(config: RunConfig, train: TaskSet, validation: TaskSet | None) -> list[
 
 def _first_step(config: RunConfig) -> int:
     """1, or the one after the newest checkpoint."""
-    done = [int(path.name.removeprefix("step-")) for path in (config.run_dir / "checkpoints").glob("step-[0-9]*")]
-    return max(done, default=0) + 1
+    newest = newest_checkpoint(config.run_dir)
+    return 1 + ((newest and checkpoint_step(newest)) or 0)

@@ -14,10 +14,8 @@ from leyden.types import Json
 
 def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], secret: bytes | None) -> None:
     display = Display()
-    display.live("reading data and loading libraries")
     from leyden.trainer.run import Command, read_data, train
 
-    quiet_libraries()
     data = read_data(config)
     command = Command(run_file, overrides, secret)
     again = shlex.join(["leyden", "train", str(run_file), *overrides])
@@ -33,13 +31,6 @@ def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], 
         display.clear()
     for line in closing_lines(config.run_dir, summary):
         display.line(line)
-
-
-def quiet_libraries() -> None:
-    """No progress bars of other libraries between our own lines."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def closing_lines(run_dir: Path, summary: Json) -> list[str]:

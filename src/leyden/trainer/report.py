@@ -30,7 +30,8 @@ def summarize(lines: Sequence[Json]) -> Json:
     for name in COUNTED_BY_NAME:
         counts[name] = dict(sum((Counter(line.get(name) or {}) for line in steps), Counter()))
     trained_rollouts = sum(line.get("trained_rollouts") or 0 for line in steps)
-    before, after = (evals[0], evals[-1]) if evals else (None, None)
+    before = next((e for e in evals if e["step"] == 0), None)
+    after = next((e for e in reversed(evals) if e["step"] > 0), None)
     return {
         "steps": max((line["step"] for line in steps), default=0),
         "skipped_steps": sum(line["event"] == "skip" for line in steps),

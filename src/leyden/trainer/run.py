@@ -2,7 +2,7 @@
 
     lock on the run folder > gateway child > policy and engine endpoint in this process > controller child > loop
 
-The model loads while the gateway starts. A child that ends stops the run at once.
+The gateway starts while this process imports PyTorch and loads the model. A child that ends stops the run at once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -21,14 +22,16 @@ from leyden.client import ControlClient, control_key, read_or_create_secret
 from leyden.config import RunConfig
 from leyden.errors import GatewayError, TrainingError
 from leyden.trainer.display import Display, progress_line
-from leyden.trainer.embedded.checkpoint import latest
-from leyden.trainer.embedded_run import Running, embedded
 from leyden.trainer.evaluate import EvalResult, evaluate
+from leyden.trainer.folder import newest_checkpoint
 from leyden.trainer.loop import Data, Loop
 from leyden.trainer.report import write_atomically
 from leyden.trainer.supervise import Children, child_command, run_lock, wait_for_gateway
 from leyden.trainer.tasks import TaskSet, read_tasks
 from leyden.types import Json
+
+if TYPE_CHECKING:
+    from leyden.trainer.embedded_run import Running
 
 T = TypeVar("T")
 OWN_GATEWAY_RETRY_S = 10.0
@@ -58,7 +61,7 @@ async def train(config: RunConfig, data: Data, command: Command, display: Displa
     config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with run_lock(config.run_dir) as lock:
         write_run_json(config, data)
-        folder = latest(config.run_dir / "checkpoints")
+        folder = newest_checkpoint(config.run_dir)
         async with _running(config, command, display, folder, lock) as (running, client, children):
             loop = Loop(
                 config,
@@ -123,7 +126,8 @@ async def _running(
     async with Children(config.run_dir / "logs", lock) as children:
         display.live("starting gateway and loading the model")
         gateway = await children.start("gateway", _child("gateway", command)) if own else None
-        async with embedded(config, folder) as running:
+        backend = await asyncio.to_thread(import_module, "leyden.trainer.embedded_run")
+        async with backend.embedded(config, folder) as running:
             url = config.gateway.url or ""
             if gateway is not None:
                 url = await wait_for_gateway(config.run_dir, gateway)

@@ -189,6 +189,7 @@ class Loop:
             self._cursor = Cursor(step, self._cursor.version)
             line = self._append("skip", {"why": why, **measure(collected, batch, {}, timer.seconds)})
         else:
+            self._display.live(f"step {step}  updating on {len(batch.samples)} samples")
             self._updating = True
             with timer.phase("update"):
                 stats = await asyncio.to_thread(self._policy.update, batch)

@@ -127,7 +127,7 @@ class FakeGateway:
             return self._claim(rollout, body["controller"])
         if verb != "cancel" and body["attempt"] != rollout["attempt"]:
             return _error(409, "another attempt")
-        answer: Json = getattr(self, f"_do_{verb}")(rollout, body)
+        answer: Json = getattr(self, f"_do_{verb.replace('-', '_')}")(rollout, body)
         if not answer:
             return _error(409, f"rollout is {rollout['state']}")
         self._touch(rollout)
@@ -163,6 +163,12 @@ class FakeGateway:
         again = rollout["attempt"] < self.max_attempts
         rollout.update(state="queued" if again else "failed", reason=body["reason"])
         rollout["failure"] = None if again else "infrastructure"
+        return rollout
+
+    def _do_give_back(self, rollout: Json, body: Json) -> Json:
+        if rollout["state"] not in ("running", "grading"):
+            return {}
+        rollout.update(state="queued", reason=body["reason"])
         return rollout
 
     def _do_cancel(self, rollout: Json, body: Json) -> Json:

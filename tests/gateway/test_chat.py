@@ -216,6 +216,7 @@ async def test_a_default_client_survives_a_pause(
         pending = asyncio.create_task(call(client, [SYSTEM, USER], stream=stream))
         await asyncio.sleep(0.7)
         assert len(gateway.engine.requests) == 1
+        assert 0.5 < (await gateway.client.rollout(rollout_id)).held_s < 10
         await gateway.client.resume()
         answer = await pending
         if stream:

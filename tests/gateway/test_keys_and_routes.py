@@ -48,7 +48,7 @@ async def test_every_route_with_every_scope(gateway: Gateway) -> None:
     """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
     rollout_id, _ = await gateway.start_rollout()
     served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path != "/health"]
-    assert len(served) == 24
+    assert len(served) == 25
     for method, path in served:
         allowed = ALLOWED.get((method, path), {Scope.CONTROL})
         url = path.replace("{rollout_id}", rollout_id).replace("{name}", "policy")
@@ -212,6 +212,13 @@ async def test_agent_failures_keep_their_reward_and_infrastructure_failures_neve
         await client.claim(lost, "test")
     done = await client.infrastructure(lost, 3, "evicted")
     assert (done.state, done.failure, done.reason, done.reward) == ("failed", "infrastructure", "evicted", None)
+
+    stopped, _ = await gateway.start_rollout()
+    for attempt in range(1, 6):
+        again = await client.give_back(stopped, attempt, "the controller was stopped")
+        assert (again.state, again.attempt) == ("queued", attempt)
+        await client.claim(stopped, "test")
+    assert (await client.infrastructure(stopped, 6, "evicted")).state == "queued"
 
     ungraded, _ = await gateway.start_rollout()
     await client.exit(ungraded, 1, exit_code=0, timed_out=False, reason=None)

@@ -115,6 +115,11 @@ class ControlClient:
         body = {"attempt": attempt, "reason": reason}
         return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/infrastructure", body))
 
+    async def give_back(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
+        """running or grading -> queued, because the controller stops: it counts against no limit of attempts."""
+        body = {"attempt": attempt, "reason": reason}
+        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/give-back", body))
+
     async def cancel(self, rollout_id: str, reason: str) -> Rollout:
         return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/cancel", {"reason": reason}))
 

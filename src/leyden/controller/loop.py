@@ -10,7 +10,7 @@ every RESYNC_S is a safety net only.
 
 A controller that is killed leaves the launcher and its jobs running; the next one, with the same id and run
 folder, connects to the launcher, reads the feed and adopts them. On a clean stop the attempts are killed and
-reported as infrastructure failures, so that their rollouts are queued again, and the launcher ends.
+given back, so that their rollouts are queued again with no attempt used up, and the launcher ends.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Controller:
         rollout = self._board.rollouts.get(attempt.rollout_id)
         try:
             if is_current(attempt, rollout):
-                await self._actor.infrastructure(attempt, "the controller was stopped")
+                await self._actor.client.give_back(attempt.rollout_id, attempt.attempt, "the controller was stopped")
             await self._actor.forget(attempt)
         except GatewayError as error:
             log.warning("rollout %s could not be given back: %s", attempt.rollout_id, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 
 class Admission:
@@ -31,13 +30,13 @@ class Admission:
         self._ready = True
         self._update()
 
-    async def wait(self) -> float:
-        """Return when sampling is allowed; answers the seconds that it held the caller."""
-        if self._open.is_set():
-            return 0.0
-        start = time.monotonic()
+    @property
+    def open(self) -> bool:
+        return self._open.is_set()
+
+    async def wait(self) -> None:
+        """Return when sampling is allowed."""
         await self._open.wait()
-        return time.monotonic() - start
 
     def _update(self) -> None:
         if self._ready and not self._paused:

@@ -7,6 +7,7 @@ exits, so memory holds what runs and not what ran.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -32,7 +33,9 @@ class Delivery:
 
 @dataclass(slots=True)
 class Attempt:
-    """One running attempt. `sampling` is the group's own distribution, if it has one."""
+    """One running attempt. `sampling` is the group's own distribution, if it has one. While `holds` of
+    its calls are held, `held_since` (monotonic) is when the first of them began to be.
+    """
 
     rollout_id: str
     attempt: int
@@ -41,6 +44,18 @@ class Attempt:
     turns: int = 0
     conversations: Conversations = field(default_factory=Conversations)
     deliveries: OrderedDict[bytes, Delivery] = field(default_factory=OrderedDict)
+    holds: int = 0
+    held_since: float = 0.0
+
+    def begin_hold(self, since: float) -> None:
+        if self.holds == 0:
+            self.held_since = since
+        self.holds += 1
+
+    def end_hold(self) -> float:
+        """Seconds for which the attempt was held, once the last of its holds ends; 0 before."""
+        self.holds -= 1
+        return time.monotonic() - self.held_since if self.holds == 0 else 0.0
 
     def remember(self, key: bytes, delivery: Delivery) -> None:
         self.deliveries[key] = delivery
@@ -65,6 +80,11 @@ class Attempts:
 
     def drop(self, rollout_id: str, attempt: int) -> None:
         self._live.pop((rollout_id, attempt), None)
+
+    def held_now(self, rollout_id: str, number: int) -> float:
+        """Seconds that the attempt has been held and that the store does not know yet."""
+        attempt = self._live.get((rollout_id, number))
+        return time.monotonic() - attempt.held_since if attempt and attempt.holds else 0.0
 
     def __len__(self) -> int:
         return len(self._live)

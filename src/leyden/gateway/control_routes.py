@@ -158,7 +158,9 @@ class ControlApi:
             await self.feed.wait(left)
 
     async def get_rollout(self, request: Request, _: Claims) -> Json:
-        return self.store.rollouts.get(_rollout_id(request))
+        rollout = self.store.rollouts.get(_rollout_id(request))
+        rollout["held_s"] += self.turns.attempts.held_now(rollout["rollout_id"], rollout["attempt"])
+        return rollout
 
     async def claim(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, ClaimBody)
@@ -196,6 +198,13 @@ class ControlApi:
         rollout = self.store.rollouts.infrastructure(
             rollout_id, body.attempt, body.reason, self.config.harness.max_attempts
         )
+        self.turns.attempts.drop(rollout_id, body.attempt)
+        return rollout
+
+    async def give_back(self, request: Request, _: Claims) -> Json:
+        body = await self._body(request, FailureBody)
+        rollout_id = _rollout_id(request)
+        rollout = self.store.rollouts.give_back(rollout_id, body.attempt, body.reason)
         self.turns.attempts.drop(rollout_id, body.attempt)
         return rollout
 
@@ -284,6 +293,7 @@ def routes(api: ControlApi) -> list[tuple[str, str, Handler, frozenset[Scope]]]:
         ("POST", "/api/rollouts/{rollout_id}/exit", api.exit, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/finish", api.finish, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/infrastructure", api.infrastructure, CONTROL),
+        ("POST", "/api/rollouts/{rollout_id}/give-back", api.give_back, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/cancel", api.cancel, CONTROL),
         ("POST", "/api/reward", api.reward, CONTROL | {Scope.GRADER}),
         ("POST", "/api/events", api.add_event, CONTROL | {Scope.AGENT}),

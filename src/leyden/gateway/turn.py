@@ -12,7 +12,9 @@ adds its turns when it commits, without an await in between, so the tree needs n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,7 +147,9 @@ class TurnService:
             raise
 
     async def _sample_and_commit(self, attempt: Attempt, request: ChatRequest, turn_ids: list[int]) -> ChatReply:
-        await self._hold(attempt)
+        if not self._admission.open:
+            with self._held(attempt, time.monotonic()):
+                await self._admission.wait()
         prompt = self._prompt(attempt.conversations, request)
         engine_request = self._engine_request(attempt, request, prompt)
         generations = await asyncio.gather(*(self._generate(attempt, engine_request) for _ in turn_ids))
@@ -233,9 +237,10 @@ class TurnService:
                 raise RequestError(str(error), code="engine_rejected") from error
             except EngineUnavailable:
                 self._metrics.engine_errors.inc()
-                await asyncio.sleep(delay)
+                with self._held(attempt, start):
+                    await asyncio.sleep(delay)
+                    await self._admission.wait()
                 delay = min(2 * delay, LONGEST_RETRY_S)
-            await self._hold(attempt, since=start)
 
     def _checked(self, generation: Generation) -> Generation:
         if generation.logprobs_T is None:
@@ -244,14 +249,18 @@ class TurnService:
                 raise CaptureError("log-probs are missing or not finite, and gateway.strict_logprobs is set")
         return generation
 
-    async def _hold(self, attempt: Attempt, since: float | None = None) -> None:
-        """Wait until sampling is allowed; the time since `since`, or spent here, counts against no budget."""
-        held = await self._admission.wait()
-        if since is not None:
-            held = time.monotonic() - since
-        if held:
-            self._metrics.held_seconds.inc(held)
-            self._store.rollouts.add_held(attempt.rollout_id, attempt.attempt, held)
+    @contextlib.contextmanager
+    def _held(self, attempt: Attempt, since: float) -> Iterator[None]:
+        """Time from `since` (monotonic) to the end of the block, in which Leyden made the attempt wait: it counts
+        against no budget. Holds that overlap count once.
+        """
+        attempt.begin_hold(since)
+        try:
+            yield
+        finally:
+            if seconds := attempt.end_hold():
+                self._metrics.held_seconds.inc(seconds)
+                self._store.rollouts.add_held(attempt.rollout_id, attempt.attempt, seconds)
 
     def _commit(
         self, attempt: Attempt, request: ChatRequest, prompt: Prompt, turn_id: int, generation: Generation

@@ -165,12 +165,25 @@ class Rollouts:
         with transaction(self._db):
             self._move(
                 rollout_id,
-                "state = CASE WHEN attempt < ? THEN 'queued' ELSE 'failed' END, "
-                "failure = CASE WHEN attempt < ? THEN NULL ELSE 'infrastructure' END, "
-                "finished = CASE WHEN attempt < ? THEN NULL ELSE ? END, reason = ?",
+                "state = CASE WHEN attempt - spared < ? THEN 'queued' ELSE 'failed' END, "
+                "failure = CASE WHEN attempt - spared < ? THEN NULL ELSE 'infrastructure' END, "
+                "finished = CASE WHEN attempt - spared < ? THEN NULL ELSE ? END, reason = ?",
                 "state IN ('running', 'grading') AND attempt = ?",
                 attempt,
                 values=(max_attempts, max_attempts, max_attempts, time.time(), reason),
+            )
+            self._close_turns(rollout_id)
+        return self._announce(rollout_id)
+
+    def give_back(self, rollout_id: str, attempt: int, reason: str) -> Json:
+        """The attempt is void because its controller stopped: queued again, and it counts against no limit."""
+        with transaction(self._db):
+            self._move(
+                rollout_id,
+                "state = 'queued', spared = spared + 1, reason = ?",
+                "state IN ('running', 'grading') AND attempt = ?",
+                attempt,
+                values=(reason,),
             )
             self._close_turns(rollout_id)
         return self._announce(rollout_id)

@@ -30,6 +30,7 @@ CREATE TABLE rollouts (
     state TEXT NOT NULL,
     change INTEGER NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0, -- the current one; 0: none yet
+    spared INTEGER NOT NULL DEFAULT 0,  -- attempts given back by a controller that stopped: they count against no limit
     failure TEXT,
     reason TEXT,
     created REAL NOT NULL,

@@ -1,6 +1,6 @@
 """The demo's training at full length, over seeds, judged on tasks that chose no setting.
 
-    make bench-learning       or: python benchmarks/bench_learning.py [--seeds 0 1 2] [--steps 60]
+    make bench-learning       or: python benchmarks/bench_learning.py [--seeds 0 1 2] [--steps 50]
 
 Each seed is a run of its own from the committed base model, through the real mini-swe-agent; pass@1 is measured on the
 `test` split of examples/micro_swe (held out by template and by names). Writes build/bench/learning.json and .png.
@@ -86,7 +86,7 @@ def row(seed: int, summary: dict[str, Any]) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tasks", type=int, default=128, help="held-out tasks per evaluation")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, str(EXAMPLE / "tasks.py"), "--out", str(DATA)], check=True, cwd=ROOT)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from pathlib import Path
 from types import UnionType
@@ -348,7 +349,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 def _absolute(config: RunConfig, base: Path) -> RunConfig:
     def under_base(path: Path) -> Path:
-        return path if path.is_absolute() else base / path
+        return Path(os.path.normpath(base / path))
 
     data = config.data.model_copy(
         update={

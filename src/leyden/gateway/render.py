@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from leyden.errors import ConfigError
+from leyden.gateway.tokenizer import load
 from leyden.types import Json
 
 
@@ -20,7 +21,7 @@ class ModelRenderer:
     """Renders, bridges and parses for one model. Not thread-safe while one call runs; calls share no state."""
 
     def __init__(self, model_path: str, renderer: str, thinking_history: Literal["template", "keep"]) -> None:
-        self._tokenizer = _load_tokenizer(model_path)
+        self._tokenizer = load(model_path)
         keep = _create(self._tokenizer, renderer, model_path, "all")
         self._keep = keep
         self._template = keep if thinking_history == "keep" else _create(self._tokenizer, renderer, model_path, None)
@@ -87,17 +88,6 @@ class ModelRenderer:
         ids = [i for i in sampled_ids if i not in self.stop_token_ids]
         text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return text.rpartition("</think>")[2].lstrip("\n") if after_reasoning else text
-
-
-def _load_tokenizer(model_path: str) -> Any:
-    from renderers.base import load_tokenizer
-
-    try:
-        return load_tokenizer(model_path)
-    except Exception as error:
-        raise ConfigError(
-            "model.path", f"{model_path!r} has no tokenizer that loads: {error}; give a Hugging Face model folder"
-        ) from error
 
 
 def _create(tokenizer: Any, renderer: str, model_path: str, retention: str | None) -> Any:

@@ -1,0 +1,76 @@
+"""The tokenizer as renderers need it, straight on the `tokenizers` library.
+
+The gateway neither trains nor samples, so it does without transformers and torch: it starts in a second, not in ten, and
+encoding costs no wrapper. Ids are those of the Hugging Face tokenizer (a test compares them).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from leyden.errors import ConfigError
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class FastTokenizer:
+    """Satisfies the `Tokenizer` protocol of the renderers library."""
+
+    def __init__(self, backend: Tokenizer, name_or_path: str, special: dict[str, str | None]) -> None:
+        self._backend = backend
+        self.name_or_path = name_or_path
+        self.unk_token_id = self._id(special.get("unk_token"))
+        self.eos_token_id = self._id(special.get("eos_token"))
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """The id of a token, or of each of a list; an unknown one is `unk_token_id`, which may be None."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        found = self._id(tokens)
+        return self.unk_token_id if found is None else found
+
+    def _id(self, token: str | None) -> int | None:
+        found: int | None = None if token is None else self._backend.token_to_id(token)
+        return found
+
+
+def load(model_path: str) -> FastTokenizer:
+    """The tokenizer of a Hugging Face model folder or hub id.
+
+    Raises ConfigError if there is no `tokenizer.json`: models with only a Python tokenizer are not supported.
+    """
+    try:
+        tokenizer, settings = (_file(model_path, name) for name in FILES)
+        special = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+        names = {name: _token_text(special.get(name)) for name in ("unk_token", "eos_token")}
+        return FastTokenizer(Tokenizer.from_file(str(tokenizer)), model_path, names)
+    except Exception as error:
+        raise ConfigError(
+            "model.path", f"{model_path!r} has no tokenizer.json that loads ({error}); give a Hugging Face model folder"
+        ) from error
+
+
+def _file(model_path: str, name: str) -> Path:
+    if Path(model_path).is_dir():
+        return Path(model_path) / name
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model_path, name))
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -128,6 +128,7 @@ class _Server(uvicorn.Server):
                 http="httptools",
                 ws="none",
                 access_log=False,
+                proxy_headers=False,
                 log_config=None,
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=1,

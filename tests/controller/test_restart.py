@@ -168,7 +168,7 @@ def launchers(config: RunConfig) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if str(config.run_dir) in " ".join(process.cmdline()) and "launcher.py" in process.cmdline()[1]:
+            if str(config.run_dir) in " ".join(process.cmdline()) and "leyden_launcher" in process.cmdline()[1]:
                 found.append(process)
     return [p for p in found if not any(q.pid == p.ppid() for q in found)]
 

@@ -309,6 +309,6 @@ async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left
 def _is_launcher(process: psutil.Process, config: RunConfig) -> bool:
     try:
         line = " ".join(process.cmdline())
-        return "launcher.py" in line and str(config.run_dir) in line and process.ppid() == os.getpid()
+        return "leyden_launcher" in line and str(config.run_dir) in line and process.ppid() == os.getpid()
     except psutil.Error:
         return False

@@ -1,7 +1,7 @@
 """The tokenizer as renderers need it, straight on the `tokenizers` library.
 
-The gateway neither trains nor samples, so it does without transformers and torch: it starts in a second, not in ten, and
-encoding costs no wrapper. Ids are those of the Hugging Face tokenizer (a test compares them).
+The gateway neither trains nor samples, so it does without transformers and torch: it starts in a second, not in ten,
+and encoding costs no wrapper. Ids are those of the Hugging Face tokenizer (a test compares them).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 from leyden.controller.jobs import Exit, Job, lost, read_exit
 from leyden.errors import LaunchError
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
+LAUNCHER = Path(__file__).with_name("leyden_launcher")
 PROTOCOL = 1
 SOCKET_PATH_BYTES = 100
 START_LIMIT_S = 300.0

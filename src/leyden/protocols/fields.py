@@ -1,7 +1,8 @@
 """What Leyden does with each field of each protocol: one table, which the docs print and tests walk.
 
-`overridden`: training samples from the run file's distribution; in evaluation the harness's own value holds.
-`honoured`: it has its documented effect. `ignored`: accepted, without effect, counted. `refused`: a 400 that names it.
+`overridden`: training samples from the run file's distribution; in evaluation the harness's own `temperature`, `top_p`,
+`top_k` and `seed` hold. `honoured`: it has its documented effect. `ignored`: accepted, without effect, counted.
+`refused`: a 400 that names it.
 A field that is not in the table is ignored and counted.
 """
 

@@ -61,12 +61,14 @@ def run_evaluation(
 
 
 def choose_tasks(config: RunConfig, split: str, limit: int | None) -> TaskSet:
+    """The first `limit` tasks of a split; without it, of validation as many as training looks at (`eval.tasks`)."""
     if split == "train":
         tasks = read_tasks(config.data.train, "data.train")
     elif split == "validation":
         if config.data.validation is None:
             raise ConfigError("--split", "the run file has no data.validation; give --split train or a JSON-lines file")
         tasks = read_tasks(config.data.validation, "data.validation")
+        limit = config.eval.tasks if limit is None else limit
     else:
         tasks = read_tasks(Path(split), "--split")
     return replace(tasks, tasks=tasks.tasks[:limit])

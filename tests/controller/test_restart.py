@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from leyden.config import RunConfig
+from leyden.controller.backends import local
 from leyden.controller.backends.local import LauncherSettings, LocalBackend, socket_path
 from leyden.controller.jobs import Exit, Job
 from leyden.errors import LaunchError
@@ -365,6 +367,66 @@ async def test_preload_that_fails_or_leaves_a_thread_is_refused(tmp_path: Path, 
         runner = Runner(tmp_path / f"run-{module}", preload=(module,), environment={"PYTHONPATH": str(tmp_path)})
         with pytest.raises(LaunchError, match=message):
             await runner.backend.open()
+
+
+async def test_nothing_that_a_preloaded_module_started_is_left(
+    tmp_path: Path, gone: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = "import subprocess, time\nCHILD = subprocess.Popen(['setsid', 'sh', '-c', 'sleep 300 & wait'], cwd={!r})\n"
+    group = "import subprocess, time\nCHILD = subprocess.Popen(['sleep', '300'], cwd={!r})\n"
+    (tmp_path / "starts_process.py").write_text(start.format(str(tmp_path)))
+    (tmp_path / "starts_and_fails.py").write_text(start.format(str(tmp_path)) + "raise ValueError('no')\n")
+    (tmp_path / "starts_and_hangs.py").write_text(group.format(str(tmp_path)) + "time.sleep(300)\n")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    async with Runner(tmp_path, preload=("starts_process",), environment=environment):
+        await wait_until(lambda: "sleep 300" in gone())
+    assert gone() == []
+    with pytest.raises(LaunchError, match="starts_and_fails cannot be imported: ValueError: no"):
+        await Runner(tmp_path, preload=("starts_and_fails",), environment=environment).backend.open()
+    assert gone() == []
+    monkeypatch.setattr(local, "START_LIMIT_S", 1.0)
+    with pytest.raises(LaunchError, match="not ready after 1 s"):
+        await Runner(tmp_path, preload=("starts_and_hangs",), environment=environment).backend.open()
+    await wait_until(lambda: gone() == [])
+
+
+def targets(pid: int) -> list[str]:
+    """What the descriptors of a process refer to."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return found
+
+
+async def test_neither_launcher_nor_job_gets_the_descriptors_of_the_starter(tmp_path: Path, gone: Left) -> None:
+    descriptors = os.pipe()
+    try:
+        for fd in descriptors:
+            os.set_inheritable(fd, True)
+        theirs = f"pipe:[{os.fstat(descriptors[0]).st_ino}]"
+        assert theirs in targets(os.getpid())
+        async with Runner(tmp_path, preload=("json",)) as runner:
+            launchers_own = targets(runner.backend._pid)
+            _, text = await runner.run("a", "sh", "-c", "ls -l /proc/self/fd")
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+    assert theirs not in launchers_own and theirs not in text
+    assert "/dev/null" in launchers_own and "/dev/null" in text
+
+
+async def test_a_forked_job_finds_the_module_path_of_a_fresh_interpreter(tmp_path: Path, gone: Left) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text("import sys\nprint(sys.path)\nprint([n for n in sys.modules if 'launcher' in n])\n")
+    async with Runner(tmp_path, preload=("json",)) as runner:
+        _, fresh = await runner.run("a", sys.executable, str(script))
+        _, forked = await runner.run("b", sys.executable, str(script), fork=True, learn=True)
+        await wait_until((tmp_path / "state/late_imports.json").exists)
+    assert forked.splitlines()[0] == fresh.splitlines()[0]
+    names = ast.literal_eval(forked.splitlines()[1])
+    assert names and all(name.partition(".")[0] == "leyden_launcher" for name in names)
+    assert "launcher" not in (tmp_path / "state/late_imports.json").read_text()
 
 
 async def test_kill_reaches_the_whole_tree_and_says_why(tmp_path: Path, gone: Left) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -156,6 +157,7 @@ class LocalBackend:
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(settings.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, fd) for fd in inheritable_descriptors() - {ready_w}),
         ]
         argv = [settings.python, str(LAUNCHER), json.dumps(spec), settings.python]
         try:
@@ -167,7 +169,13 @@ class LocalBackend:
             raise LaunchError(f"harness.python: cannot start {settings.python!r}: {error.strerror}") from error
         finally:
             os.close(ready_w)
-        answer = json.loads(await _read_all(ready_r) or b"{}")
+        try:
+            answer = json.loads(await _read_all(ready_r) or b"{}")
+        except BaseException:  # too slow, or cancelled: it has started no job yet
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)  # noqa: ASYNC222  (killed)
+            raise
         if "error" in answer and "another launcher" not in answer["error"]:
             await _process_end(self._pid, 5.0)
             raise LaunchError(answer["error"])
@@ -229,6 +237,19 @@ def socket_path(state: Path) -> Path:
     if folder.is_symlink() or not folder.is_dir() or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise LaunchError(f"{folder} is not a private folder of this user; remove it")
     return folder / "socket"
+
+
+def inheritable_descriptors() -> set[int]:
+    """What a program started by posix_spawn would get of this process, besides its standard streams.
+
+    The launcher outlives this process and its jobs are strangers: a lock or a pipe must not reach them.
+    """
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed by now
+            if int(path.name) > 2 and os.get_inheritable(int(path.name)):
+                found.add(int(path.name))
+    return found
 
 
 def _start_message(job: Job) -> dict[str, Any]:

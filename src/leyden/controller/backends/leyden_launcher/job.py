@@ -13,7 +13,7 @@ import types
 from typing import Any, Dict, NoReturn  # noqa: UP035  (evaluated, and Python 3.9 must do it)
 
 from .files import write_json
-from .processes import SIGNALS, threads
+from .processes import SIGNALS
 
 Job = Dict[str, Any]  # noqa: UP006  (one start message)
 
@@ -143,25 +143,3 @@ def report_late_imports(job: Job, before: set[str]) -> None:
     names = [n for n in list(sys.modules) if n not in before and n not in ("__main__", "__mp_main__") and foreign(n)]
     with contextlib.suppress(OSError):
         write_json(job["late_imports"], names)
-
-
-def import_until_thread(names: list[str]) -> list[str]:
-    """Import what can be imported; stop before the first module after which a thread is alive."""
-    done = []
-    for name in names:
-        if name not in sys.modules:
-            with contextlib.suppress(BaseException):
-                importlib.import_module(name)
-        if threads():
-            break
-        done.append(name)
-    return done
-
-
-def console_scripts() -> dict[str, tuple[str, str]]:
-    """name -> (module, attribute) of this interpreter's installed commands."""
-    from importlib.metadata import distributions
-
-    entries = [e for d in distributions() for e in d.entry_points if e.group == "console_scripts"]
-    split = {e.name: e.value.split("[")[0].strip().partition(":") for e in entries}
-    return {name: (module.strip(), attribute.strip()) for name, (module, _, attribute) in split.items()}

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -16,6 +17,20 @@ SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 def subreaper() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def fork() -> int:
+    """Fork with signals blocked, so that none reaches a child which still has its parent's handlers; the child
+    unblocks them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return pid
 
 
 def threads() -> str:
@@ -91,6 +106,19 @@ def kill_all(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def kill_until_none(limit_s: float) -> None:
+    """Kill and collect every descendant of this process, a subreaper, as long as there are any."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        kill_all(descendants(os.getpid()), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
 
 
 def kill_session(leader: int | None) -> None:

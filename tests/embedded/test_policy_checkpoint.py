@@ -60,6 +60,10 @@ def test_checkpoint_is_a_model_folder(make, tmp_path):  # noqa: F811
     assert json.loads((path / "state.json").read_text())["policy"] == {"optimizer_steps": 1}
 
 
+def saved_state(path):
+    return json.loads((path / "state.json").read_text())["state"]
+
+
 def test_latest_ignores_what_is_incomplete_and_prune_keeps_the_newest(make, tmp_path):  # noqa: F811
     policy = make()
     root = tmp_path / "checkpoints"
@@ -72,9 +76,9 @@ def test_latest_ignores_what_is_incomplete_and_prune_keeps_the_newest(make, tmp_
     (root / ".tmp-step-000012" / "state.json").write_text("{}")
     (root / "notes").mkdir()
     assert checkpoint.latest(root) == root / "step-000010"
-    assert checkpoint.read_state(root / "step-000010") == {"step": 10}
+    assert saved_state(root / "step-000010") == {"step": 10}
     policy.save(root, "step-000010", {"step": 10, "again": True}, keep=2)
-    assert checkpoint.read_state(root / "step-000010") == {"step": 10, "again": True}
+    assert saved_state(root / "step-000010") == {"step": 10, "again": True}
     assert not list(root.glob(".tmp-*"))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from leyden.errors import CaptureError
 from leyden.trajectory.samples import SampleCounts, build_samples
-from leyden.trajectory.tree import build_tree, fork_causes
+from leyden.trajectory.tree import build_tree
 from leyden.types import FinishReason, Sample, Turn, VersionSpan
 
 
@@ -222,7 +222,3 @@ def test_every_sampled_token_is_trained_exactly_once():
 def test_incomplete_records_are_refused(turns, message):
     with pytest.raises(CaptureError, match=message):
         build_tree(turns)
-
-
-def test_fork_causes_are_counted():
-    assert fork_causes(WORKED) == Counter({"reply dropped": 1, "compaction": 1})

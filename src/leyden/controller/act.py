@@ -38,7 +38,6 @@ from leyden.types import FailureClass, RolloutState
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
-TAIL_BYTES = 600
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ A node stores only its own tokens, so a position in a sequence is a sum along th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -69,11 +68,6 @@ def build_tree(turns: Sequence[Turn]) -> Tree:
             start = end_tokens[turn.parent_id]
         end_tokens[turn_id] = start + len(turn.delta_P) + len(turn.sampled_T)
     return Tree(ordered, {t: tuple(c) for t, c in children.items()}, end_tokens)
-
-
-def fork_causes(turns: Iterable[Turn]) -> Counter[str]:
-    """How often a turn started a branch of its own, by cause."""
-    return Counter(turn.fork_cause for turn in turns if turn.fork_cause is not None)
 
 
 def _check(turn: Turn, first: Turn | None) -> None:

@@ -86,12 +86,6 @@ def load(path: Path, parts: Parts) -> tuple[Json, Json]:
     return saved["policy"], saved["state"]
 
 
-def read_state(path: Path) -> Json:
-    """The caller's dict of a checkpoint, without loading anything else."""
-    state: Json = _read_state(path)["state"]
-    return state
-
-
 def latest(root: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None."""
     complete = _complete(root)

@@ -90,6 +90,7 @@ class Turn:
 
     A turn without `parent_id` is the root of a tree and `delta_P` its whole prompt; `fork_cause` says why an
     attempt has another root or a second branch (None for an attempt's first turn and for plain continuation).
+    `protocol` and `streamed` say how the call came, `tools` how many tools it offered.
     """
 
     turn_id: int
@@ -102,6 +103,9 @@ class Turn:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     fork_cause: str | None = None
+    protocol: str = "openai-chat"
+    streamed: bool = False
+    tools: int = 0
 
 
 @dataclass(frozen=True, slots=True)

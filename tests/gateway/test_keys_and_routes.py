@@ -136,7 +136,7 @@ BAD_BODIES = [
     (b'{"model": "m", "messages": [{"role": "user", "content": 5}]}', "messages[0].content is a number"),
     (
         b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
-        "has type 'image_url'; only text can be recorded",
+        "has type 'image_url'; allowed are parts of type text and image_url",
     ),
     (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": 1}}', "logit_bias is not"),
     (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens is 0"),

@@ -6,11 +6,18 @@ import orjson
 import pytest
 
 from leyden.errors import RequestError
-from leyden.protocols import ChatChoice, ChatReply, openai_chat
+from leyden.protocols import ChatChoice, ChatReply, ChatRequest, openai_chat
 from leyden.protocols.fields import FIELDS, FieldClass, check_fields
 from leyden.types import FinishReason
+from tests.protocols.calls import NO_CALL
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1, "é": "好"}}}
+
+REQUEST = ChatRequest("m", include_usage=True)
+
+
+def parse(document: dict[str, Any]) -> ChatRequest:
+    return openai_chat.parse(document, NO_CALL)
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -18,11 +25,11 @@ def body(**changes: Any) -> dict[str, Any]:
 
 
 def reply(message: dict[str, Any], finish: FinishReason = FinishReason.STOP) -> ChatReply:
-    return ChatReply("chatcmpl-7", "policy", 123, 10, [ChatChoice({"role": "assistant", **message}, finish, 5)])
+    return ChatReply(7, "policy", 123, 10, [ChatChoice({"role": "assistant", **message}, finish, 5)])
 
 
 def test_messages_are_normalised() -> None:
-    request = openai_chat.parse(
+    request = parse(
         body(
             messages=[
                 {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -70,23 +77,23 @@ def test_every_field_has_its_class() -> None:
 
 
 def test_limits_and_stop() -> None:
-    request = openai_chat.parse(body(max_tokens=5, max_completion_tokens=9, stop=["a", "b"], temperature=0, top_k=-1))
+    request = parse(body(max_tokens=5, max_completion_tokens=9, stop=["a", "b"], temperature=0, top_k=-1))
     assert (request.max_tokens, request.stop, request.sampling.temperature) == (9, ("a", "b"), 0.0)
     with pytest.raises(RequestError, match="temperature is 3; allowed is 0 to 2"):
-        openai_chat.parse(body(temperature=3))
+        parse(body(temperature=3))
     with pytest.raises(RequestError, match="max_tokens is a boolean; send an integer"):
-        openai_chat.parse(body(max_tokens=True))
+        parse(body(max_tokens=True))
 
 
 def test_the_key_leaves_out_the_stream_flags_alone() -> None:
-    plain = openai_chat.parse(body())
-    assert plain.key() == openai_chat.parse(body(stream=True, stream_options={"include_usage": True})).key()
-    assert plain.key() != openai_chat.parse(body(seed=1)).key()
-    assert plain.key() != openai_chat.parse(body(n=2)).key()
+    plain = parse(body())
+    assert plain.key() == parse(body(stream=True, stream_options={"include_usage": True})).key()
+    assert plain.key() != parse(body(seed=1)).key()
+    assert plain.key() != parse(body(n=2)).key()
 
 
 def test_plain_reply() -> None:
-    answer = openai_chat.reply(reply({"content": "", "reasoning_content": "r", "tool_calls": [CALL]}))
+    answer = openai_chat.reply(reply({"content": "", "reasoning_content": "r", "tool_calls": [CALL]}), REQUEST)
     assert answer["choices"] == [
         {
             "index": 0,
@@ -114,12 +121,12 @@ def test_plain_reply() -> None:
 
 def test_a_cut_reply_says_length_even_with_tool_calls() -> None:
     """Case G07."""
-    answer = openai_chat.reply(reply({"content": "", "tool_calls": [CALL]}, FinishReason.LENGTH))
+    answer = openai_chat.reply(reply({"content": "", "tool_calls": [CALL]}, FinishReason.LENGTH), REQUEST)
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_stream_events() -> None:
-    events = list(openai_chat.stream(reply({"content": "hi", "tool_calls": [CALL, CALL]}), include_usage=True))
+    events = list(openai_chat.stream(reply({"content": "hi", "tool_calls": [CALL, CALL]}), REQUEST))
     assert events[-1] == b"data: [DONE]\n\n"
     chunks = [orjson.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
     assert all(chunk["id"] == "chatcmpl-7" and chunk["object"] == "chat.completion.chunk" for chunk in chunks)

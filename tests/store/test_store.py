@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from leyden.errors import Conflict, StoreError, Unauthorized
+from leyden.protocols import ChatRequest
 from leyden.store import Store
 from leyden.store.database import migrations
 from leyden.store.pack import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from leyden.types import FinishReason, Generation, TurnState, VersionSpan
 
+REQUEST = ChatRequest("m")
 ANSWER = Generation([3, 4], [-0.25, -0.5], FinishReason.STOP, (VersionSpan(7, 1), VersionSpan(8, 1)))
 
 
@@ -29,7 +31,7 @@ def running(store: Store, slot: int = 0) -> str:
 
 
 def commit(store: Store, rollout_id: str, attempt: int = 1) -> int:
-    turn_id = store.turns.open(rollout_id, attempt, b"key", None)
+    turn_id = store.turns.open(rollout_id, attempt, b"key", REQUEST, None)
     store.turns.commit(turn_id, parent_id=None, fork_cause=None, delta=[1, 2], generation=ANSWER, node={"n": 1})
     return turn_id
 
@@ -60,15 +62,15 @@ def test_only_the_running_attempt_can_open_a_turn(store: Store) -> None:
     rollout_id = running(store)
     for attempt in (0, 2):
         with pytest.raises(Unauthorized):
-            store.turns.open(rollout_id, attempt, b"k", None)
+            store.turns.open(rollout_id, attempt, b"k", REQUEST, None)
     store.rollouts.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
     with pytest.raises(Unauthorized):
-        store.turns.open(rollout_id, 1, b"k", None)
+        store.turns.open(rollout_id, 1, b"k", REQUEST, None)
 
 
 def test_a_turn_that_outlives_its_attempt_is_not_committed(store: Store) -> None:
     rollout_id = running(store)
-    turn_id = store.turns.open(rollout_id, 1, b"k", None)
+    turn_id = store.turns.open(rollout_id, 1, b"k", REQUEST, None)
     store.rollouts.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
     with pytest.raises(Conflict):
         store.turns.commit(turn_id, parent_id=None, fork_cause=None, delta=[1], generation=ANSWER, node={})
@@ -86,13 +88,13 @@ def test_a_retry_starts_with_an_empty_record(store: Store) -> None:
     second = commit(store, rollout_id, attempt=2)
     assert [t.turn_id for t in store.turns.of_rollouts([rollout_id])] == [second]
     with pytest.raises(Unauthorized):
-        store.turns.open(rollout_id, 1, b"straggler", None)
+        store.turns.open(rollout_id, 1, b"straggler", REQUEST, None)
 
 
 def test_open_turns_are_lost_in_a_crash_and_void_their_attempt(tmp_path: Path) -> None:
     store = Store(tmp_path / "store.sqlite")
     hit, spared = running(store, 0), running(store, 1)
-    store.turns.open(hit, 1, b"k", None)
+    store.turns.open(hit, 1, b"k", REQUEST, None)
     commit(store, spared)
     again = Store(tmp_path / "store.sqlite")
     assert again.turns.lose_open() == 1

@@ -47,7 +47,7 @@ def node(
     parent: Node | None = None,
     delta: tuple[int, ...] = (1, 2),
     sampled: tuple[int, ...] = (3,),
-    bridgeable: bool = True,
+    stop_string: str | None = None,
 ) -> Node:
     keys = prefix_keys(messages)
     return Node(
@@ -62,7 +62,7 @@ def node(
         depth=len(messages),
         reply=reply,
         has_reasoning=False,
-        bridgeable=bridgeable,
+        stop_string=stop_string,
     )
 
 
@@ -106,7 +106,7 @@ def test_a_first_turn_is_no_fork() -> None:
 
 def test_changed_tools_and_stop_strings_are_never_bridged() -> None:
     assert search(known(FIRST), [*ASK, FIRST.reply, user("m")], OTHER_TOOLS) == (None, 0, ForkCause.TOOLS_CHANGED)
-    stopped = node(1, ASK, assistant("a"), bridgeable=False)
+    stopped = node(1, ASK, assistant("a"), stop_string="END")
     assert search(known(stopped), [*ASK, stopped.reply, user("m")]) == (None, 0, ForkCause.STOP_STRING)
 
 

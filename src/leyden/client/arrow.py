@@ -31,6 +31,9 @@ SCHEMA = pa.schema(
         pa.field("span_counts", pa.list_(pa.int32()), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("fork_cause", pa.string()),
+        pa.field("protocol", pa.string(), nullable=False),
+        pa.field("streamed", pa.bool_(), nullable=False),
+        pa.field("tools", pa.int32(), nullable=False),
     ]
 )
 BATCH_TOKENS = 1 << 20
@@ -82,6 +85,9 @@ def _record_batch(turns: list[Turn]) -> Any:
         _lists([np.array([s.length for s in t.spans], np.int32) for t in turns], np.int32),
         pa.array([str(t.finish_reason) for t in turns], pa.string()),
         pa.array([t.fork_cause for t in turns], pa.string()),
+        pa.array([t.protocol for t in turns], pa.string()),
+        pa.array([t.streamed for t in turns], pa.bool_()),
+        pa.array([t.tools for t in turns], pa.int32()),
     ]
     return pa.record_batch(columns, schema=SCHEMA)
 
@@ -102,24 +108,19 @@ def _lists(arrays: Sequence[NDArray[Any] | None], dtype: type[np.generic]) -> An
 def _turns(batch: Any) -> Iterator[Turn]:
     delta, sampled, logprobs = (_slices(batch.column(n)) for n in ("delta", "sampled", "logprobs"))
     spans = zip(batch.column("span_versions").to_pylist(), batch.column("span_counts").to_pylist(), strict=True)
-    scalars = (
-        batch.column(n).to_pylist()
-        for n in ("turn_id", "rollout_id", "attempt", "parent_id", "finish_reason", "fork_cause")
-    )
-    for (turn_id, rollout_id, attempt, parent_id, finish, cause), d, s, lp, (versions, counts) in zip(
-        zip(*scalars, strict=True), delta, sampled, logprobs, spans, strict=True
+    plain = ("turn_id", "rollout_id", "attempt", "parent_id", "fork_cause", "protocol", "streamed", "tools")
+    scalars = zip(*(batch.column(name).to_pylist() for name in plain), strict=True)
+    finish_reasons = map(FinishReason, batch.column("finish_reason").to_pylist())
+    for values, d, s, lp, (versions, counts), finish_reason in zip(
+        scalars, delta, sampled, logprobs, spans, finish_reasons, strict=True
     ):
         yield Turn(
-            turn_id=turn_id,
-            rollout_id=rollout_id,
-            attempt=attempt,
-            parent_id=parent_id,
+            **dict(zip(plain, values, strict=True)),
             delta_P=d,
             sampled_T=s,
             logprobs_T=lp,
             spans=tuple(map(VersionSpan, versions, counts)),
-            finish_reason=FinishReason(finish),
-            fork_cause=cause,
+            finish_reason=finish_reason,
         )
 
 

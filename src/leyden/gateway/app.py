@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from leyden.client import read_or_create_secret
 from leyden.config import RunConfig
@@ -32,10 +33,11 @@ from leyden.gateway.engines import HttpEngine
 from leyden.gateway.feed import Feed
 from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
-from leyden.gateway.model_routes import KEEP_ALIVE_S, ModelEndpoint, ModelList
+from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Limits, ModelEndpoint, ModelList
 from leyden.gateway.models import Models
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.turn import Engine, TurnService
+from leyden.protocols import COUNT_ROUTES, ROUTES
 from leyden.store import Store
 
 log = logging.getLogger(__name__)
@@ -71,8 +73,7 @@ def build(
         metrics,
     )
     api = ControlApi(config, secret, store, turns, admission, models, feed, metrics)
-    chat = ModelEndpoint(turns, secret, config.gateway.max_body_bytes, keep_alive_s)
-    listing = ModelList(secret, config.model.name)
+    limits = Limits(secret, config.gateway.max_body_bytes, keep_alive_s)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -82,10 +83,7 @@ def build(
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/rollouts/{rollout_id}/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/models", listing, methods=["GET"]),
-            Route("/rollouts/{rollout_id}/v1/models", listing, methods=["GET"]),
+            *_model_routes(turns, limits, ModelList(secret, config.model.name)),
             Route("/health", _health, methods=["GET"]),
             *starlette_routes(api),
         ],
@@ -95,6 +93,20 @@ def build(
     app.state.turns = turns
     app.state.feed = feed
     return app
+
+
+def _model_routes(turns: TurnService, limits: Limits, listing: ModelList) -> list[Route]:
+    """What harnesses call, at the root and under `/rollouts/ID`."""
+    served: list[tuple[str, ASGIApp, str]] = [
+        *((path, CountEndpoint(counter, turns, limits), "POST") for path, counter in COUNT_ROUTES),
+        *((path, ModelEndpoint(protocol, turns, limits), "POST") for path, protocol in ROUTES),
+        ("/v1/models", listing, "GET"),
+    ]
+    return [
+        Route(prefix + path, endpoint, methods=[method])
+        for prefix in ("", "/rollouts/{rollout_id}")
+        for path, endpoint, method in served
+    ]
 
 
 def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None = None) -> None:

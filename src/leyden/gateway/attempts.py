@@ -64,6 +64,21 @@ class Attempt:
             self.deliveries.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptRecall:
+    """`protocols.Recall` of one attempt: only its own turns can be referred to."""
+
+    attempt: Attempt
+    store: Store
+
+    def reply(self, turn_id: int) -> Json | None:
+        node = self.attempt.conversations.nodes.get(turn_id)
+        return node.reply if node else None
+
+    def messages(self, turn_id: int) -> list[Json] | None:
+        return self.store.turns.messages(turn_id) if turn_id in self.attempt.conversations.nodes else None
+
+
 class Attempts:
     def __init__(self, store: Store, model_name: str) -> None:
         self._store = store
@@ -104,13 +119,9 @@ class Attempts:
 
 def reply_of(node: Node, stored: StoredTurn, model: str) -> ChatReply:
     """The answer as it was given."""
-    choice = ChatChoice(node.reply, stored.turn.finish_reason, len(node.sampled_T))
+    choice = ChatChoice(node.reply, stored.turn.finish_reason, len(node.sampled_T), node.stop_string)
     prompt_tokens = sum(len(n.delta_P) + len(n.sampled_T) for n in node.path()) - len(node.sampled_T)
-    return ChatReply(reply_id(node.turn_id), model, int(stored.created), prompt_tokens, [choice])
-
-
-def reply_id(turn_id: int) -> str:
-    return f"chatcmpl-{turn_id}"
+    return ChatReply(node.turn_id, model, int(stored.created), prompt_tokens, [choice])
 
 
 def _node(stored: StoredTurn, known: Conversations) -> Node:

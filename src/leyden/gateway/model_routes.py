@@ -1,14 +1,16 @@
 """The routes that harnesses call. One ASGI endpoint serves any protocol: parse, answer, reply.
 
 The answer is sent when it is committed. Until then the caller sees nothing for `KEEP_ALIVE_S`, so that errors keep
-their status; after that bytes without meaning, which SDKs skip: SSE comments in a stream, blanks before a JSON body.
-A caller that hangs up cancels its call.
+their status; after that bytes that SDKs skip: the protocol's own in a stream, blanks before a JSON body. A caller that
+hangs up cancels its call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import orjson
 from starlette.datastructures import Headers
@@ -19,37 +21,41 @@ from leyden.gateway.attempts import Delivery
 from leyden.gateway.auth import authenticate
 from leyden.gateway.http import ClientGone, parse_object, read_body, send_json, start
 from leyden.gateway.turn import TurnService
-from leyden.protocols import ChatReply, ChatRequest, openai_chat
-from leyden.types import Json
+from leyden.protocols import Call, ChatReply, ChatRequest, WireProtocol, openai_chat
+from leyden.protocols.chat import CountProtocol
+from leyden.types import Claims, Json
 from leyden.types import Scope as KeyScope
 
 KEEP_ALIVE_S = 10.0
-SSE_COMMENT = b": keep-alive\n\n"
 BLANK = b" "
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What holds for every route that harnesses call."""
+
+    secret: bytes
+    max_body_bytes: int
+    keep_alive_s: float
 
 
 class ModelEndpoint:
     """POST of one protocol, as an ASGI application."""
 
-    def __init__(self, turns: TurnService, secret: bytes, max_body_bytes: int, keep_alive_s: float) -> None:
+    def __init__(self, protocol: WireProtocol, turns: TurnService, limits: Limits) -> None:
+        self._protocol = protocol
         self._turns = turns
-        self._secret = secret
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
         try:
-            claims = authenticate(headers, self._secret, {KeyScope.AGENT})
-            _check_path(scope, claims.rollout_id)
-            body = parse_object(await read_body(scope, receive, self._max_body_bytes))
-            request = openai_chat.parse(body)
+            claims, body, request = await _read(self._protocol, self._turns, self._limits, scope, receive)
         except ClientGone:
             return
         except RequestError as error:
-            await send_json(send, error.status, openai_chat.error(error))
+            await send_json(send, error.status, self._protocol.error(error))
             return
-        retried = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        retried = Headers(scope=scope).get("x-stainless-retry-count", "0") not in ("", "0")
         work = asyncio.create_task(self._turns.answer(claims, request, retried=retried, wire=body))
         gone = asyncio.create_task(_hang_up(receive))
         try:
@@ -69,7 +75,8 @@ class ModelEndpoint:
         kind = b"text/event-stream" if request.stream else b"application/json"
         started = False
         while True:
-            await asyncio.wait({work, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            timeout = self._limits.keep_alive_s
+            await asyncio.wait({work, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 break
             if gone.done():
@@ -77,7 +84,7 @@ class ModelEndpoint:
             if not started:
                 await start(send, 200, kind)
                 started = True
-            filler = SSE_COMMENT if request.stream else BLANK
+            filler = self._protocol.KEEP_ALIVE if request.stream else BLANK
             await send({"type": "http.response.body", "body": filler, "more_body": True})
         try:
             delivery = work.result()
@@ -85,21 +92,44 @@ class ModelEndpoint:
             await self._fail(request, error, send, started=started)
             return
         assert delivery.reply is not None
-        content = _content(delivery.reply, request)
+        content = self._content(delivery.reply, request)
         if not started:
             await start(send, 200, kind, len(content))
         await send({"type": "http.response.body", "body": content})
         delivery.cut = gone.done()
 
+    def _content(self, reply: ChatReply, request: ChatRequest) -> bytes:
+        if request.stream:
+            return b"".join(self._protocol.stream(reply, request))
+        return orjson.dumps(self._protocol.reply(reply, request))
+
     async def _fail(self, request: ChatRequest, error: RequestError, send: Send, *, started: bool) -> None:
         """With its status where none was sent; in the stream; else by cutting the answer, so that the SDK tries again
         and then gets the status."""
         if not started:
-            await send_json(send, error.status, openai_chat.error(error))
+            await send_json(send, error.status, self._protocol.error(error))
         elif request.stream:
-            await send({"type": "http.response.body", "body": openai_chat.event(openai_chat.error(error))})
+            await send({"type": "http.response.body", "body": self._protocol.stream_error(error)})
         else:
             raise ConnectionAbortedError(str(error))
+
+
+class CountEndpoint:
+    """POST of a request whose prompt is only counted."""
+
+    def __init__(self, protocol: CountProtocol, turns: TurnService, limits: Limits) -> None:
+        self._protocol = protocol
+        self._turns = turns
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            claims, _body, request = await _read(self._protocol, self._turns, self._limits, scope, receive)
+            await send_json(send, 200, self._protocol.count(self._turns.count(claims, request)))
+        except ClientGone:
+            return
+        except RequestError as error:
+            await send_json(send, error.status, self._protocol.error(error))
 
 
 class ModelList:
@@ -118,15 +148,20 @@ class ModelList:
             await send_json(send, error.status, openai_chat.error(error))
 
 
-def _content(reply: ChatReply, request: ChatRequest) -> bytes:
-    if request.stream:
-        return b"".join(openai_chat.stream(reply, include_usage=request.include_usage))
-    return orjson.dumps(openai_chat.reply(reply))
+async def _read(
+    protocol: WireProtocol, turns: TurnService, limits: Limits, scope: Scope, receive: Receive
+) -> tuple[Claims, Json, ChatRequest]:
+    """Who calls, the body, and the request that it holds. Raises RequestError, or ClientGone."""
+    claims = authenticate(Headers(scope=scope), limits.secret, {KeyScope.AGENT})
+    path = scope.get("path_params", {})
+    _check_path(path, claims.rollout_id)
+    body = parse_object(await read_body(scope, receive, limits.max_body_bytes))
+    return claims, body, protocol.parse(body, Call(path, turns.recall(claims)))
 
 
-def _check_path(scope: Scope, rollout_id: str) -> None:
+def _check_path(path: Mapping[str, str], rollout_id: str) -> None:
     """`/rollouts/ID/...` must name the key's own rollout."""
-    named = scope.get("path_params", {}).get("rollout_id")
+    named = path.get("rollout_id")
     if named is not None and named != rollout_id:
         raise Unauthorized(f"this key belongs to another rollout than {named!r}", forbidden=True)
 

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,26 +30,15 @@ from leyden.errors import (
     Unauthorized,
 )
 from leyden.gateway.admission import Admission
-from leyden.gateway.attempts import Attempt, Attempts, Delivery, reply_id
+from leyden.gateway.attempts import Attempt, AttemptRecall, Attempts, Delivery
 from leyden.gateway.engines import GenerateRequest
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
+from leyden.gateway.prompt import Prompt, Prompter
 from leyden.gateway.render import ModelRenderer
-from leyden.protocols import ChatChoice, ChatReply, ChatRequest
-from leyden.protocols.chat import digest
+from leyden.protocols import ChatChoice, ChatReply, ChatRequest, Recall
 from leyden.store import Store
-from leyden.trajectory.continuity import (
-    Continuation,
-    Conversations,
-    ForkCause,
-    Node,
-    extend_key,
-    extended,
-    find,
-    has_reasoning,
-    prefix_keys,
-    sibling_cause,
-)
+from leyden.trajectory.continuity import Node, extend_key, sibling_cause
 from leyden.types import Claims, Generation, Json, TurnState
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
@@ -58,18 +46,6 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 
 class Engine(Protocol):
     async def generate(self, url: str, request: GenerateRequest) -> Generation: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the model is shown, and where it stands in the attempt's tree."""
-
-    ids: list[int]
-    parent: Node | None
-    cause: ForkCause | None
-    keys: list[bytes]
-    tools_key: bytes
-    has_reasoning: bool
 
 
 class TurnService:
@@ -88,6 +64,7 @@ class TurnService:
         self._config = config
         self._store = store
         self._renderer = renderer
+        self._prompter = Prompter(renderer, continuity=config.model.continuity == "semantic")
         self._engine = engine
         self._admission = admission
         self._models = models
@@ -122,13 +99,22 @@ class TurnService:
                 del attempt.deliveries[key]
         return delivery
 
+    def recall(self, claims: Claims) -> Recall:
+        """Earlier answers of the caller's attempt, for protocols that refer to them."""
+        return AttemptRecall(self.attempts.get(claims), self._store)
+
+    def count(self, claims: Claims, request: ChatRequest) -> int:
+        """How many tokens the prompt of this request has now."""
+        return len(self._prompter.prompt(self.attempts.get(claims).conversations, request).ids)
+
     async def _call(self, attempt: Attempt, request: ChatRequest, key: bytes, wire: Json) -> ChatReply:
         self._check_turns(attempt, request.n)
         for field in request.ignored:
             self._metrics.ignored.labels(field).inc()
         kept_wire = wire if self._config.gateway.keep_wire else None
         turn_ids = [
-            self._store.turns.open(attempt.rollout_id, attempt.attempt, key, kept_wire) for _ in range(request.n)
+            self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire)
+            for _ in range(request.n)
         ]
         attempt.turns += request.n
         try:
@@ -150,48 +136,14 @@ class TurnService:
         if not self._admission.open:
             with self._held(attempt, time.monotonic()):
                 await self._admission.wait()
-        prompt = self._prompt(attempt.conversations, request)
+        prompt = self._prompter.prompt(attempt.conversations, request)
         engine_request = self._engine_request(attempt, request, prompt)
         generations = await asyncio.gather(*(self._generate(attempt, engine_request) for _ in turn_ids))
         choices = [
             self._commit(attempt, request, prompt, turn_id, generation)
             for turn_id, generation in zip(turn_ids, generations, strict=True)
         ]
-        return ChatReply(reply_id(turn_ids[0]), self._config.model.name, int(time.time()), len(prompt.ids), choices)
-
-    def _prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
-        """The prompt's ids: an exact extension of a recorded turn where the conversation continues one."""
-        keys = prefix_keys(request.messages)
-        tools_key = digest(request.tools)
-        reasoning = has_reasoning(request.messages)
-        found = self._continuation(known, request, tools_key, keys)
-        if found.parent is not None:
-            parent = found.parent
-            ids = self._renderer.bridge(
-                parent.prompt_ids(),
-                parent.sampled_T.tolist(),
-                found.new_messages,
-                request.tools,
-                reasoning=reasoning,
-            )
-            if ids is not None:
-                cause = sibling_cause(known, parent, request.messages, keys)
-                return Prompt(ids, parent, cause, keys, tools_key, reasoning)
-            found = Continuation(None, [], ForkCause.TEMPLATE)
-        ids = self._renderer.render(request.messages, request.tools)
-        if found.cause is not ForkCause.CONTINUITY_OFF:
-            parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
-            if parent_by_ids is not None:
-                cause = sibling_cause(known, parent_by_ids, request.messages, keys)
-                return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
-        return Prompt(ids, None, found.cause, keys, tools_key, reasoning)
-
-    def _continuation(
-        self, known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]
-    ) -> Continuation:
-        if self._config.model.continuity == "off":
-            return Continuation(None, [], ForkCause.CONTINUITY_OFF if known.nodes else None)
-        return find(known, request.messages, tools_key, keys)
+        return ChatReply(turn_ids[0], self._config.model.name, int(time.time()), len(prompt.ids), choices)
 
     def _engine_request(self, attempt: Attempt, request: ChatRequest, prompt: Prompt) -> GenerateRequest:
         """Sampling by the run file in training, by the group or the harness in evaluation; tokens fit the context."""
@@ -286,7 +238,7 @@ class TurnService:
             depth=len(request.messages),
             reply=reply,
             has_reasoning=prompt.has_reasoning or "reasoning_content" in reply,
-            bridgeable=generation.stop_string is None,
+            stop_string=generation.stop_string,
         )
         cause = prompt.cause or sibling_cause(attempt.conversations, parent, request.messages, prompt.keys)
         try:
@@ -297,6 +249,7 @@ class TurnService:
                 delta=node.delta_P,
                 generation=generation,
                 node=node.to_json(),
+                messages=_new_messages(request, prompt),
             )
         except Conflict as error:
             raise Unauthorized(f"the attempt ended before its call did: {error}", forbidden=True) from error
@@ -305,7 +258,7 @@ class TurnService:
         self._metrics.tokens.inc(len(generation.token_ids_T))
         if cause:
             self._metrics.forks.labels(cause).inc()
-        return ChatChoice(reply, generation.finish_reason, len(generation.token_ids_T))
+        return ChatChoice(reply, generation.finish_reason, len(generation.token_ids_T), generation.stop_string)
 
     def _check_turns(self, attempt: Attempt, n: int) -> None:
         limit = self._config.harness.max_turns
@@ -318,3 +271,11 @@ class TurnService:
         for turn_id in turn_ids:
             self._store.turns.close(turn_id, state)
             self._metrics.turns.labels(state).inc()
+
+
+def _new_messages(request: ChatRequest, prompt: Prompt) -> Json | None:
+    """What the store keeps of a request that later ones may refer to: the messages that its parent does not know."""
+    if not request.store:
+        return None
+    parent_id = prompt.parent.turn_id if prompt.parent and prompt.shared else None
+    return {"after": parent_id, "messages": request.messages[prompt.shared :]}

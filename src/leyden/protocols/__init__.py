@@ -1,5 +1,16 @@
-"""Wire protocols: one pure file each, no I/O. `parse(body) -> ChatRequest`, `reply` and `stream` of a ChatReply."""
+"""Wire protocols: one pure file each, no I/O. `chat.WireProtocol` says what a file has to offer."""
 
-from leyden.protocols.chat import ChatChoice, ChatReply, ChatRequest, HarnessSampling
+from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, Recall, WireProtocol
+from leyden.protocols.routes import COUNT_ROUTES, ROUTES
 
-__all__ = ["ChatChoice", "ChatReply", "ChatRequest", "HarnessSampling"]
+__all__ = [
+    "COUNT_ROUTES",
+    "ROUTES",
+    "Call",
+    "ChatChoice",
+    "ChatReply",
+    "ChatRequest",
+    "HarnessSampling",
+    "Recall",
+    "WireProtocol",
+]

@@ -1,6 +1,7 @@
-"""What every protocol parses into and replies from.
+"""What every protocol parses into and replies from, and what a protocol is.
 
-Messages have the shape that renderers take: `role` is system, user, assistant or tool; `content` a string;
+Messages have the shape that renderers take: `role` is system, user, assistant or tool; `content` is a string, or, where
+a message holds an image, a list of parts `{"type": "text", "text"}` and `{"type": "image_url", "image_url": {"url"}}`;
 assistant messages may hold `reasoning_content` and `tool_calls` (whose `arguments` are an object where the wire's
 string parses to one, the string itself otherwise); tool messages hold `tool_call_id`.
 """
@@ -8,11 +9,13 @@ string parses to one, the string itself otherwise); tool messages hold `tool_cal
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
+from leyden.errors import RequestError
 from leyden.types import FinishReason, Json
 
 
@@ -28,10 +31,16 @@ class HarnessSampling:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One model call, in no protocol's own words. `ignored` names fields that have no effect here."""
+    """One model call, in no protocol's own words.
+
+    `prompt` (text or token ids) takes the place of `messages` where the protocol has no chat. `store` asks that later
+    requests can refer to this one. `echo` holds what the reply repeats of the body. `ignored` names fields that
+    have no effect here.
+    """
 
     model: str
-    messages: list[Json]
+    messages: list[Json] = field(default_factory=list)
+    prompt: str | list[int] | None = None
     tools: list[Json] = field(default_factory=list)
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -39,13 +48,16 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     sampling: HarnessSampling = HarnessSampling()
+    protocol: str = "openai-chat"
+    store: bool = False
+    echo: Json = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def key(self) -> bytes:
         """Digest of all that decides the answer, so of everything but the stream flags. Equal for a retry."""
         sampling = self.sampling
         parts = (
-            [self.model, self.messages, self.tools, self.stop, self.max_tokens, self.n],
+            [self.model, self.messages, self.prompt, self.tools, self.stop, self.max_tokens, self.n],
             [sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed],
         )
         return digest(parts)
@@ -58,6 +70,7 @@ class ChatChoice:
     message: Json
     finish_reason: FinishReason
     completion_tokens: int
+    stop_string: str | None = None
 
     @property
     def tool_calls(self) -> list[Json]:
@@ -67,9 +80,9 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """A finished, committed call. `reply_id` is the same for a replay."""
+    """A finished, committed call. Wire ids come from `turn_id`, that of its first choice, the same for a replay."""
 
-    reply_id: str
+    turn_id: int
     model: str
     created: int
     prompt_tokens: int
@@ -80,6 +93,74 @@ class ChatReply:
         return sum(choice.completion_tokens for choice in self.choices)
 
 
+class Recall(Protocol):
+    """What an attempt was answered before, by turn id; None for a turn that it does not have."""
+
+    def reply(self, turn_id: int) -> Json | None:
+        """The assistant message of a turn."""
+
+    def messages(self, turn_id: int) -> list[Json] | None:
+        """All messages that a turn was asked with, if its request was to be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a protocol may read beside the body: the variables of the route's path, and earlier answers."""
+
+    path: Mapping[str, str]
+    recall: Recall
+
+
+class WireProtocol(Protocol):
+    """A module of this package. Everything is pure; `parse` raises RequestError, the others nothing.
+
+    `KEEP_ALIVE` are bytes that a client of a stream skips, also before the first event.
+    """
+
+    PROTOCOL: str
+    KEEP_ALIVE: bytes
+
+    def parse(self, body: Json, call: Call) -> ChatRequest: ...
+
+    def reply(self, answer: ChatReply, request: ChatRequest) -> Json:
+        """The body of a plain answer."""
+
+    def stream(self, answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
+        """The events of a streamed answer, made from the finished one."""
+
+    def error(self, problem: RequestError) -> Json:
+        """The body of an error answer in the protocol's own shape."""
+
+    def stream_error(self, problem: RequestError) -> bytes:
+        """An error after a stream has begun."""
+
+
+class CountProtocol(WireProtocol, Protocol):
+    """A protocol that also counts the tokens of a request."""
+
+    def count(self, tokens: int) -> Json:
+        """The body that answers a count."""
+
+
 def digest(value: Any) -> bytes:
     """16 bytes that are equal for equal JSON values, whatever the order of their keys."""
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def image(url: str) -> Json:
+    """A message part that shows an image; `url` may be a `data:` URL."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined(parts: Iterable[str | Json]) -> str | list[Json]:
+    """A message's content: one string if all parts are text, else the parts."""
+    kept = list(parts)
+    if all(isinstance(part, str) for part in kept):
+        return "".join(map(str, kept))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in kept]

@@ -22,7 +22,7 @@ class FieldClass(StrEnum):
     REFUSED = "refused"
 
 
-_OPENAI_CHAT = {
+_OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.OVERRIDDEN: (
         *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
         *("seed", "logprobs", "top_logprobs"),
@@ -39,8 +39,23 @@ _OPENAI_CHAT = {
     FieldClass.REFUSED: ("logit_bias", "audio", "modalities", "functions", "function_call"),
 }
 
+_OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {}
+
+_OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {}
+
+_ANTHROPIC_MESSAGES: dict[FieldClass, tuple[str, ...]] = {}
+
+_GEMINI: dict[FieldClass, tuple[str, ...]] = {}
+
+_TABLES = {
+    "openai-chat": _OPENAI_CHAT,
+    "openai-completions": _OPENAI_COMPLETIONS,
+    "openai-responses": _OPENAI_RESPONSES,
+    "anthropic-messages": _ANTHROPIC_MESSAGES,
+    "gemini": _GEMINI,
+}
 FIELDS: dict[str, dict[str, FieldClass]] = {
-    "openai-chat": {name: kind for kind, names in _OPENAI_CHAT.items() for name in names},
+    protocol: {name: kind for kind, names in table.items() for name in names} for protocol, table in _TABLES.items()
 }
 
 _REFUSALS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import orjson
 
 from leyden.errors import Conflict, Unauthorized
+from leyden.protocols import ChatRequest
 from leyden.store.database import transaction
 from leyden.store.pack import (
     pack_ids,
@@ -38,14 +39,16 @@ class Turns:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
 
-    def open(self, rollout_id: str, attempt: int, request_key: bytes, wire: Json | None) -> int:
+    def open(self, rollout_id: str, attempt: int, request_key: bytes, request: ChatRequest, wire: Json | None) -> int:
         """Open a turn if its attempt is the running one. This is where a key's liveness is checked."""
         row = self._db.execute(
-            "INSERT INTO turns (rollout_id, attempt, state, request_key, created, wire) SELECT ?, ?, 'open', ?, ?, ? "
+            "INSERT INTO turns (rollout_id, attempt, state, request_key, created, wire, protocol, streamed, tools) "
+            "SELECT ?, ?, 'open', ?, ?, ?, ?, ?, ? "
             "WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state = 'running') "
             "RETURNING turn_id",
             (
                 *(rollout_id, attempt, request_key, time.time(), wire and pack_json(wire)),
+                *(request.protocol, request.stream, len(request.tools)),
                 *(rollout_id, attempt),
             ),
         ).fetchone()
@@ -63,18 +66,22 @@ class Turns:
         delta: Sequence[int] | Ids,
         generation: Generation,
         node: Json,
+        messages: Json | None = None,
     ) -> None:
-        """open -> committed, and the attempt's counts. Conflict: the attempt ended meanwhile; nothing is recorded."""
+        """open -> committed, and the attempt's counts. Conflict: the attempt ended meanwhile; nothing is recorded.
+
+        `messages` is `{"after": turn id or null, "messages": [...]}`: what `messages()` can answer later.
+        """
         versions = [span.version for span in generation.spans]
         with transaction(self._db):
             row = self._db.execute(
                 "UPDATE turns SET state = 'committed', committed = ?, parent_id = ?, fork_cause = ?, delta = ?, "
-                "sampled = ?, logprobs = ?, spans = ?, finish_reason = ?, node = ? "
+                "sampled = ?, logprobs = ?, spans = ?, finish_reason = ?, node = ?, messages = ? "
                 "WHERE turn_id = ? AND state = 'open' RETURNING rollout_id, attempt",
                 (
                     *(time.time(), parent_id, fork_cause, pack_ids(delta), pack_ids(generation.token_ids_T)),
                     *(pack_logprobs(generation.logprobs_T), pack_spans(generation.spans)),
-                    *(generation.finish_reason, pack_json(node), turn_id),
+                    *(generation.finish_reason, pack_json(node), messages and pack_json(messages), turn_id),
                 ),
             ).fetchone()
             if row is None:
@@ -109,6 +116,20 @@ class Turns:
                 "(SELECT rollout_id, attempt FROM turns WHERE state = 'open')"
             )
             return self._db.execute("UPDATE turns SET state = 'lost' WHERE state = 'open'").rowcount
+
+    def messages(self, turn_id: int) -> list[Json] | None:
+        """All messages that a committed turn was asked with; None where they, or earlier ones, were not kept."""
+        chain: list[list[Json]] = []
+        current: int | None = turn_id
+        while current is not None:
+            row = self._db.execute("SELECT messages, node FROM turns WHERE turn_id = ?", (current,)).fetchone()
+            if row is None or row["messages"] is None:
+                return None
+            kept = unpack_json(row["messages"])
+            reply = [] if current == turn_id else [unpack_json(row["node"])["reply"]]
+            chain.append([*kept["messages"], *reply])
+            current = kept["after"]
+        return [message for part in reversed(chain) for message in part]
 
     def of_attempt(self, rollout_id: str, attempt: int) -> Iterator[StoredTurn]:
         """Committed turns of one attempt in the order of their ids."""
@@ -153,4 +174,7 @@ def _turn(row: sqlite3.Row) -> Turn:
         spans=unpack_spans(row["spans"]),
         finish_reason=FinishReason(row["finish_reason"]),
         fork_cause=row["fork_cause"],
+        protocol=row["protocol"],
+        streamed=bool(row["streamed"]),
+        tools=row["tools"],
     )

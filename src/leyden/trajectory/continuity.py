@@ -46,7 +46,7 @@ class Node:
     """A committed turn as continuity sees it.
 
     `delta_P` are the prompt ids that `parent`'s path does not hold. `has_reasoning` is True if any assistant message
-    up to and including the reply holds reasoning; `bridgeable` is False after a stop string.
+    up to and including the reply holds reasoning.
     """
 
     turn_id: int
@@ -60,7 +60,12 @@ class Node:
     depth: int
     reply: Json
     has_reasoning: bool
-    bridgeable: bool
+    stop_string: str | None = None
+
+    @property
+    def bridgeable(self) -> bool:
+        """A turn ended by a stop string is never continued by its ids: its text ends before they do."""
+        return self.stop_string is None
 
     def path(self) -> list[Node]:
         """From the root to this node."""
@@ -88,7 +93,7 @@ class Node:
             "depth": self.depth,
             "reply": self.reply,
             "has_reasoning": self.has_reasoning,
-            "bridgeable": self.bridgeable,
+            "stop_string": self.stop_string,
         }
 
     @classmethod
@@ -102,7 +107,7 @@ class Node:
             depth=data["depth"],
             reply=data["reply"],
             has_reasoning=data["has_reasoning"],
-            bridgeable=data["bridgeable"],
+            stop_string=data["stop_string"],
             **keys,
         )
 

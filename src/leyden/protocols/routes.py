@@ -1,0 +1,9 @@
+"""Which path speaks which protocol. Each is also served under `/rollouts/ID`. The first match counts."""
+
+from __future__ import annotations
+
+from leyden.protocols import openai_chat
+from leyden.protocols.chat import CountProtocol, WireProtocol
+
+ROUTES: tuple[tuple[str, WireProtocol], ...] = (("/v1/chat/completions", openai_chat),)
+COUNT_ROUTES: tuple[tuple[str, CountProtocol], ...] = ()

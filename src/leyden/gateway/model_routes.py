@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -49,7 +49,7 @@ class ModelEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            claims, body, request = await _read(self._protocol, self._turns, self._limits, scope, receive)
+            claims, body, request = await _read(self._protocol.parse, self._turns, self._limits, scope, receive)
         except ClientGone:
             return
         except RequestError as error:
@@ -124,7 +124,7 @@ class CountEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            claims, _body, request = await _read(self._protocol, self._turns, self._limits, scope, receive)
+            claims, _body, request = await _read(self._protocol.parse_count, self._turns, self._limits, scope, receive)
             await send_json(send, 200, self._protocol.count(self._turns.count(claims, request)))
         except ClientGone:
             return
@@ -149,14 +149,14 @@ class ModelList:
 
 
 async def _read(
-    protocol: WireProtocol, turns: TurnService, limits: Limits, scope: Scope, receive: Receive
+    parse: Callable[[Json, Call], ChatRequest], turns: TurnService, limits: Limits, scope: Scope, receive: Receive
 ) -> tuple[Claims, Json, ChatRequest]:
     """Who calls, the body, and the request that it holds. Raises RequestError, or ClientGone."""
     claims = authenticate(Headers(scope=scope), limits.secret, {KeyScope.AGENT})
     path = scope.get("path_params", {})
     _check_path(path, claims.rollout_id)
     body = parse_object(await read_body(scope, receive, limits.max_body_bytes))
-    return claims, body, protocol.parse(body, Call(path, turns.recall(claims)))
+    return claims, body, parse(body, Call(path, turns.recall(claims)))
 
 
 def _check_path(path: Mapping[str, str], rollout_id: str) -> None:

@@ -138,6 +138,9 @@ class WireProtocol(Protocol):
 class CountProtocol(WireProtocol, Protocol):
     """A protocol that also counts the tokens of a request."""
 
+    def parse_count(self, body: Json, call: Call) -> ChatRequest:
+        """The request whose prompt is counted; its body is not always that of a call."""
+
     def count(self, tokens: int) -> Json:
         """The body that answers a count."""
 

@@ -67,9 +67,10 @@ class HarnessConfig(Section):
     """How to start the harness on one task.
 
     `command` is an argument list without a shell; each item, and each value of `env`, is a Jinja template over `task`,
-    `workspace`, `run_dir`, `config_dir`, `rollout_id`, `model`. A bare command name is looked up beside the interpreter
-    `python` (default: Leyden's own) first, then on PATH. With `preload`, that interpreter imports the modules once and
-    is forked for each attempt; `command[0]` is then one of its console scripts, or `python`.
+    `workspace`, `run_dir`, `config_dir`, `rollout_id`, `model`, `url` (the gateway's). A bare command name is looked up
+    beside the interpreter `python` (default: Leyden's own) first, then on PATH. With `preload`, that interpreter
+    imports the modules once and is forked for each attempt; `command[0]` is then one of its console scripts, or
+    `python`.
     """
 
     command: Annotated[list[str], Field(min_length=1)]

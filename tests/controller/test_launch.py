@@ -20,7 +20,7 @@ def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_pat
     made = config(
         harness={
             "command": ["agent", "--task", "{{ task.prompt }}", "-m", "openai/{{ model }}"],
-            "env": {"CFG": "{{ config_dir }}/x.yaml", "WHO": "{{ rollout_id }}"},
+            "env": {"CFG": "{{ config_dir }}/x.yaml", "WHO": "{{ rollout_id }}", "AT": "{{ url }}/v1"},
         }
     )
     parent = {"PATH": "/bin", "LEYDEN_SECRET": "s", "OPENAI_API_KEY": "users-own", "NO_PROXY": "a,b"}
@@ -51,6 +51,7 @@ def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_pat
         "PWD": str(root / "workspace"),
         "CFG": f"{tmp_path}/x.yaml",
         "WHO": "r1",
+        "AT": f"{URL}/v1",
     }
     assert "lk-a-1" not in repr(job)
 

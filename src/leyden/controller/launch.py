@@ -86,7 +86,7 @@ def harness(
 ) -> Job:
     """The job of an attempt's harness. Raises LaunchError if a template cannot be rendered."""
     paths = attempt_paths(config.run_dir, rollout_id, attempt)
-    known = variables(config, rollout_id, task, paths)
+    known = variables(config, rollout_id, task, paths) | {"url": url}
     environment = _inherited(parent, url) | _endpoints(url) | _keys(key) | _own(config, rollout_id, attempt, paths)
     environment |= {"LEYDEN_URL": url, "LEYDEN_KEY": key}
     environment |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
@@ -147,7 +147,7 @@ def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str])
     environment = _inherited(parent, url) | _endpoints(url)
     for name, text in config.harness.env.items():
         try:
-            environment[name] = _render(f"harness.env.{name}", text, _static_variables(config))
+            environment[name] = _render(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
         except UndefinedError:
             continue
     return environment

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
 import orjson
 from starlette.datastructures import Headers
@@ -156,7 +157,8 @@ async def _read(
     path = scope.get("path_params", {})
     _check_path(path, claims.rollout_id)
     body = parse_object(await read_body(scope, receive, limits.max_body_bytes))
-    return claims, body, parse(body, Call(path, turns.recall(claims)))
+    query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+    return claims, body, parse(body, Call(path, turns.recall(claims), query))
 
 
 def _check_path(path: Mapping[str, str], rollout_id: str) -> None:

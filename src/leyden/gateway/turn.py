@@ -235,7 +235,7 @@ class TurnService:
             prompt_key=prompt.keys[-1],
             first_key=prompt.keys[1],
             tools_key=prompt.tools_key,
-            depth=len(request.messages),
+            depth=len(request.messages if request.prompt is None else request.prompt),
             reply=reply,
             has_reasoning=prompt.has_reasoning or "reasoning_content" in reply,
             stop_string=generation.stop_string,

@@ -19,6 +19,9 @@ from leyden.errors import RequestError
 from leyden.types import FinishReason, Json
 
 
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
 @dataclass(frozen=True, slots=True)
 class HarnessSampling:
     """The distribution that the harness asks for. Training overrides it; evaluation keeps it."""
@@ -105,10 +108,11 @@ class Recall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a protocol may read beside the body: the variables of the route's path, and earlier answers."""
+    """What a protocol may read beside the body: the variables of the route's path, earlier answers, the query."""
 
     path: Mapping[str, str]
     recall: Recall
+    query: Mapping[str, str] = field(default_factory=dict)
 
 
 class WireProtocol(Protocol):
@@ -122,7 +126,7 @@ class WireProtocol(Protocol):
 
     def parse(self, body: Json, call: Call) -> ChatRequest: ...
 
-    def reply(self, answer: ChatReply, request: ChatRequest) -> Json:
+    def reply(self, answer: ChatReply, request: ChatRequest) -> Json | list[Json]:
         """The body of a plain answer."""
 
     def stream(self, answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
@@ -151,9 +155,12 @@ def digest(value: Any) -> bytes:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """One server-sent event. Line ends of Unicode are escaped: some clients end a line there too."""
     head = b"event: " + name.encode() + b"\n" if name else b""
-    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+    body = orjson.dumps(data)
+    for character, escape in _LINE_ENDS:
+        body = body.replace(character, escape)
+    return head + b"data: " + body + b"\n\n"
 
 
 def image(url: str) -> Json:

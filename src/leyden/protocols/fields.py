@@ -65,6 +65,7 @@ _REFUSALS = {
     "functions": "send `tools` instead",
     "function_call": "send `tool_choice` instead",
 }
+_HARMLESS: dict[str, Any] = {"modalities": ["text"], "echo": False, "suffix": "", "add_special_tokens": True}
 
 
 def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
     ignored = []
     for name, value in body.items():
         kind = table.get(name, FieldClass.IGNORED)
-        if value is None or (name, value) == ("modalities", ["text"]) or value in ({}, []):
+        if value is None or value in ({}, []) or (name in _HARMLESS and value == _HARMLESS[name]):
             continue
         if kind is FieldClass.REFUSED:
             raise RequestError(f"{name} is not supported: {_REFUSALS[name]}", param=name, code="unsupported_parameter")

@@ -80,13 +80,27 @@ class ModelRenderer:
             message["content"] = message["content"].split(stop_string, 1)[0]
         return message
 
+    def plain(self, sampled_ids: list[int], stop_string: str | None) -> Json:
+        """The reply to a prompt without messages: the text as it was sampled, without special tokens."""
+        text = self.text(sampled_ids)
+        return {"role": "assistant", "content": text if stop_string is None else text.split(stop_string, 1)[0]}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """`add_special_tokens` says whether the tokenizer's post-processor adds its own, such as BOS."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Without special tokens and without the tokens that end a turn."""
+        kept = [i for i in ids if i not in self.stop_token_ids]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+
     def decode(self, ids: Sequence[int]) -> str:
         """All of it, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _literal(self, sampled_ids: list[int], *, after_reasoning: bool) -> str:
-        ids = [i for i in sampled_ids if i not in self.stop_token_ids]
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        text = self.text(sampled_ids)
         return text.rpartition("</think>")[2].lstrip("\n") if after_reasoning else text
 
 

@@ -219,13 +219,16 @@ class TurnService:
     ) -> ChatChoice:
         parent = prompt.parent
         shared = len(parent.prompt_ids()) + len(parent.sampled_T) if parent else 0
-        reply = self._renderer.parse(
-            generation.token_ids_T,
-            prompt.ids,
-            request.tools,
-            call_prefix=f"call_{turn_id}_",
-            stop_string=generation.stop_string,
-        )
+        if request.prompt is not None:
+            reply = self._renderer.plain(generation.token_ids_T, generation.stop_string)
+        else:
+            reply = self._renderer.parse(
+                generation.token_ids_T,
+                prompt.ids,
+                request.tools,
+                call_prefix=f"call_{turn_id}_",
+                stop_string=generation.stop_string,
+            )
         node = Node(
             turn_id=turn_id,
             parent=parent,

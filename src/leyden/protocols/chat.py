@@ -18,7 +18,6 @@ import orjson
 from leyden.errors import RequestError
 from leyden.types import FinishReason, Json
 
-
 _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
 

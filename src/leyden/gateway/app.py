@@ -84,7 +84,7 @@ def build(
     app = Starlette(
         routes=[
             *_model_routes(turns, limits, ModelList(secret, config.model.name)),
-            Route("/health", _health, methods=["GET"]),
+            *(Route(path, _health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
             *starlette_routes(api),
         ],
         exception_handlers={404: _no_route, 405: _no_route},
@@ -218,6 +218,7 @@ def _stop_with_parent(server: uvicorn.Server) -> None:
 
 
 async def _health(_request: Request) -> Response:
+    """Also answers harnesses that look at their base URL first (Claude Code: HEAD, without a key)."""
     return JsonResponse({"status": "ok"})
 
 

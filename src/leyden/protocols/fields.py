@@ -41,9 +41,31 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
 
 _OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {}
 
-_OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {}
+_OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {
+    FieldClass.OVERRIDDEN: ("temperature", "top_p", "top_logprobs"),
+    FieldClass.HONOURED: (
+        *("model", "input", "instructions", "previous_response_id", "tools", "max_output_tokens"),
+        *("store", "stream", "include"),
+    ),
+    FieldClass.IGNORED: (
+        *("tool_choice", "parallel_tool_calls", "max_tool_calls", "text", "reasoning", "truncation", "metadata"),
+        *("stream_options", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
+        *("user", "safety_identifier", "client_metadata", "context_management", "moderation", "access_programs"),
+        *("background_options", "image"),
+    ),
+    FieldClass.REFUSED: ("background", "conversation", "prompt"),
+}
 
-_ANTHROPIC_MESSAGES: dict[FieldClass, tuple[str, ...]] = {}
+_ANTHROPIC_MESSAGES: dict[FieldClass, tuple[str, ...]] = {
+    FieldClass.OVERRIDDEN: ("temperature", "top_p", "top_k"),
+    FieldClass.HONOURED: ("model", "system", "messages", "tools", "max_tokens", "stop_sequences", "stream"),
+    FieldClass.IGNORED: (
+        *("tool_choice", "thinking", "output_config", "output_format", "context_management", "cache_control"),
+        *("metadata", "service_tier", "speed", "inference_geo", "container", "mcp_servers", "betas", "diagnostics"),
+        *("fallbacks", "fallback_credit_token", "billing_policy", "user_profile_id", "workspace_id"),
+    ),
+    FieldClass.REFUSED: ("compaction", "thread"),
+}
 
 _GEMINI: dict[FieldClass, tuple[str, ...]] = {}
 
@@ -64,8 +86,19 @@ _REFUSALS = {
     "modalities": 'only text can be recorded; leave it out or send ["text"]',
     "functions": "send `tools` instead",
     "function_call": "send `tool_choice` instead",
+    "background": "a response is made while its caller waits; leave it out",
+    "conversation": "no conversations are kept here; send `previous_response_id`, or the whole history as `input`",
+    "prompt": "no prompt templates are kept here; send `instructions` and `input`",
+    "compaction": "ask for the summary with a message of your own",
+    "thread": "send all messages of the conversation",
 }
-_HARMLESS: dict[str, Any] = {"modalities": ["text"], "echo": False, "suffix": "", "add_special_tokens": True}
+_HARMLESS: dict[str, Any] = {
+    "modalities": ["text"],
+    "background": False,
+    "echo": False,
+    "suffix": "",
+    "add_special_tokens": True,
+}
 
 
 def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:

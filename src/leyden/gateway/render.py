@@ -7,14 +7,19 @@ the path holds reasoning the two give the same text, and the second is used beca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from leyden.errors import ConfigError
+from leyden.errors import ConfigError, RequestError
 from leyden.gateway.tokenizer import load
+from leyden.protocols.checks import sampled_arguments
 from leyden.types import Json
+
+log = logging.getLogger(__name__)
 
 
 class ModelRenderer:
@@ -28,8 +33,12 @@ class ModelRenderer:
         self.stop_token_ids: list[int] = list(keep.get_stop_token_ids())
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
-        """The prompt of a conversation from its beginning, with the generation prompt at its end."""
-        ids: list[int] = self._template.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
+        """The prompt of a conversation from its beginning, with the generation prompt at its end.
+
+        Raises RequestError for messages that the template refuses.
+        """
+        with _refusing():
+            ids: list[int] = self._template.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
         return ids
 
     def bridge(
@@ -43,10 +52,12 @@ class ModelRenderer:
     ) -> list[int] | None:
         """prompt + sampled + `new_messages` + generation prompt; None if the template does not continue like that.
 
-        `reasoning` says whether any assistant message up to here holds reasoning.
+        `reasoning` says whether any assistant message up to here holds reasoning. Raises RequestError for messages
+        that the template refuses.
         """
         renderer = self._template if reasoning else self._keep
-        rendered = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, list(new_messages), tools=_specs(tools))
+        with _refusing():
+            rendered = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, list(new_messages), tools=_specs(tools))
         if rendered is None:
             return None
         ids: list[int] = rendered.token_ids
@@ -67,15 +78,20 @@ class ModelRenderer:
         Tool calls only where tools were offered and every call parses; else the reply is literal text, as a deployed
         server would send it. Ids of calls are `call_prefix` and a number, so a replay answers the same.
         """
-        parsed = self._keep.parse_response(sampled_ids, tools=_specs(tools), prompt_ids=prompt_ids)
-        message: Json = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        calls = parsed.tool_calls
-        if calls and tools and all(call.status.value == "ok" for call in calls):
-            message["tool_calls"] = [_tool_call(call, f"{call_prefix}{i}") for i, call in enumerate(calls)]
-        elif calls or not parsed.reasoning_content:
-            message["content"] = self._literal(sampled_ids, after_reasoning=bool(parsed.reasoning_content))
+        try:
+            parsed = self._keep.parse_response(sampled_ids, tools=_specs(tools), prompt_ids=prompt_ids)
+            content, reasoning, attempts = parsed.content, parsed.reasoning_content, parsed.tool_calls
+        except Exception as error:
+            log.warning("sampled ids could not be parsed: %s", type(error).__name__)
+            content, reasoning, attempts = "", None, [None]
+        message: Json = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls = [_tool_call(call, f"{call_prefix}{i}") for i, call in enumerate(attempts)]
+        if calls and tools and None not in calls:
+            message["tool_calls"] = calls
+        elif calls or not reasoning:
+            message["content"] = self._literal(sampled_ids, after_reasoning=bool(reasoning))
         if stop_string is not None:
             message["content"] = message["content"].split(stop_string, 1)[0]
         return message
@@ -129,10 +145,23 @@ def _specs(tools: Sequence[Json]) -> list[Any] | None:
     return list(tools) or None
 
 
-def _tool_call(call: Any, call_id: str) -> Json:
-    arguments = {} if call.arguments is None else call.arguments
-    return {
-        "id": call.id or call_id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What a template cannot show is the caller's to change; the same messages would fail again."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("messages could not be rendered: %s", type(error).__name__)
+        message = f"the model's chat template cannot show these messages: {type(error).__name__}: {error!s:.200}"
+        raise RequestError(message, param="messages", code="template_error") from error
+
+
+def _tool_call(call: Any, call_id: str) -> Json | None:
+    """A parsed call in the message's shape; None for one that no protocol could carry."""
+    if call is None or call.status.value != "ok" or not isinstance(call.name, str) or not call.name.isprintable():
+        return None
+    try:
+        arguments = sampled_arguments(call.arguments)
+    except ValueError:
+        return None
+    return {"id": call.id or call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,7 +1,17 @@
-"""Reading fields of an untrusted body: the value, or a RequestError that names the field and what to send."""
+"""Reading an untrusted body: the value, or a RequestError that names the field and what to send.
+
+JSON as it comes (`loads`): numbers beyond 64 bits are floats, of equal keys the last counts, NaN, Infinity and numbers
+beyond a double are errors. Two things that orjson refuses or cannot write again are Leyden's own:
+
+- An escaped half of a surrogate pair, as of an emoji that a harness cut in two, becomes U+FFFD: a 400 would end an agent
+  for the way its tools cut text.
+- More than `MAX_DEPTH` levels are refused, so that whatever is read can also be written with something around it.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import orjson
@@ -9,7 +19,35 @@ import orjson
 from leyden.errors import RequestError
 from leyden.types import Json
 
+MAX_DEPTH = 200
+_WRITABLE_DEPTH = 254  # orjson's own limit
+
+# A pair of backslashes is an escaped one, and what follows it is text.
+_SURROGATES = re.compile(
+    r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_PAIR_CHARS = len(r"\ud83d\ude42")
+_LONG_INTEGER = re.compile(r"\d{19}")
+
 _NAMES: dict[Any, str] = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+
+
+def loads(text: str | bytes) -> tuple[Any, int]:
+    """The value of a JSON text, and how many halves of surrogate pairs it had, each now U+FFFD.
+
+    Raises ValueError that says what is wrong with it.
+    """
+    halves = 0
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        whole, halves = _without_halves(text)
+        if not halves:
+            raise
+        value = orjson.loads(whole)
+    if _too_deep(value):
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    return value, halves
 
 
 def field(body: Json, name: str, kind: type, *, required: bool = False, path: str = "") -> Any:
@@ -73,14 +111,34 @@ def stop_strings(body: Json, name: str) -> tuple[str, ...]:
 
 
 def arguments_of(arguments: Any) -> Any:
-    """The object that a JSON string of tool-call arguments holds; anything else as it is."""
+    """The object that a JSON string of tool-call arguments holds, {} for none; anything else as it is.
+
+    A string also stays what it is where the object would lose something: integers beyond 64 bits, more than
+    `MAX_DEPTH` levels.
+    """
+    if arguments is None or arguments == "":
+        return {}
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        value, _ = loads(arguments)
+    except ValueError:
         return arguments
-    return value if isinstance(value, dict) else arguments
+    exact = isinstance(value, dict) and not (_LONG_INTEGER.search(arguments) and _has_big_integer(arguments))
+    return value if exact else arguments
+
+
+def sampled_arguments(arguments: Any) -> Any:
+    """Arguments that Python's json read from a model's words, as `arguments_of` reads them when they come back.
+
+    Raises ValueError where they have no JSON text.
+    """
+    if isinstance(arguments, str):
+        return arguments_of(arguments)
+    try:
+        return arguments_of(json.dumps(arguments or {}))
+    except (TypeError, RecursionError) as error:
+        raise ValueError("the arguments have no JSON text") from error
 
 
 def arguments_text(arguments: Any) -> str:
@@ -95,3 +153,46 @@ def kind_of(value: Any) -> str:
     if isinstance(value, bool):
         return "a boolean"
     return {int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}[type(value)]
+
+
+def _without_halves(text: str | bytes) -> tuple[str, int]:
+    """`text` with each escaped half of a surrogate pair replaced by U+FFFD, and how many there were."""
+    halves = 0
+
+    def whole(match: re.Match[str]) -> str:
+        nonlocal halves
+        escape = match.group()
+        if escape == r"\\" or len(escape) == _PAIR_CHARS:
+            return escape
+        halves += 1
+        return r"\ufffd"
+
+    try:
+        decoded = text.decode() if isinstance(text, bytes) else text
+    except UnicodeDecodeError:
+        return "", 0
+    return _SURROGATES.sub(whole, decoded), halves
+
+
+def _too_deep(value: Any) -> bool:
+    for _ in range(_WRITABLE_DEPTH - MAX_DEPTH):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return True
+    return False
+
+
+def _has_big_integer(text: str) -> bool:
+    """Whether a JSON text holds an integer that 64 bits do not."""
+    found = False
+
+    def read(digits: str) -> int:
+        nonlocal found
+        number = int(digits) if len(digits) < 30 else 2**64
+        found = found or not -(2**63) <= number < 2**64
+        return 0
+
+    json.loads(text, parse_int=read)
+    return found

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ async def test_crash_and_signal_are_agent_failures_that_keep_their_reward(config
     )
     (killed,) = await run(config("kill -SEGV $$"), "r2")
     assert (killed["failure"], killed["exit_code"], killed["reason"]) == ("agent", -11, "killed by SIGSEGV")
+
+
+async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_path: Path, gone: Left) -> None:
+    """An interpreter finds its environment by the path it was started with, so a bare name would not do."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    made = config(
+        harness={"command": ["python", "-c", "import sys; print(sys.prefix)"], "python": f"{tmp_path}/venv/bin/python"}
+    )
+    (rollout,) = await run(made)
+    assert rollout["exit_code"] == 0
+    assert (attempt_dir(made) / "harness.log").read_text() == f"{tmp_path}/venv\n"
 
 
 async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Left) -> None:

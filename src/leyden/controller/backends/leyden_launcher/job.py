@@ -43,7 +43,8 @@ def start_job(job: Job, log_fd: int, error_fd: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if job["entry"] is None:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            os.execvpe(program(job["argv"][0]), job["argv"], job["env"])  # noqa: S606
+            found = program(job["argv"][0])
+            os.execvpe(found, [found, *job["argv"][1:]], job["env"])  # noqa: S606
         os.close(error_fd)
     except OSError as error:
         text = f"cannot start {job['argv'][0]!r} in {job['cwd']}: {error.strerror}"

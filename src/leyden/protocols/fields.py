@@ -39,7 +39,15 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.REFUSED: ("logit_bias", "audio", "modalities", "functions", "function_call"),
 }
 
-_OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {}
+_OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {
+    FieldClass.OVERRIDDEN: (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("seed", "logprobs"),
+    ),
+    FieldClass.HONOURED: ("model", "prompt", "max_tokens", "n", "stop", "stream", "stream_options"),
+    FieldClass.IGNORED: ("user", "response_format", "return_token_ids"),
+    FieldClass.REFUSED: ("logit_bias", "echo", "suffix", "best_of", "add_special_tokens", "prompt_embeds"),
+}
 
 _OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.OVERRIDDEN: ("temperature", "top_p", "top_logprobs"),
@@ -85,6 +93,11 @@ _REFUSALS = {
     "audio": "only text can be recorded; leave it out",
     "modalities": 'only text can be recorded; leave it out or send ["text"]',
     "functions": "send `tools` instead",
+    "echo": "the reply holds what was sampled, not the prompt; leave it out",
+    "suffix": "the model only continues the prompt; leave it out",
+    "best_of": "every sampled choice is recorded and answered; send `n` instead",
+    "add_special_tokens": "send the prompt as token ids instead",
+    "prompt_embeds": "only tokens can be recorded; send `prompt` instead",
     "function_call": "send `tool_choice` instead",
     "background": "a response is made while its caller waits; leave it out",
     "conversation": "no conversations are kept here; send `previous_response_id`, or the whole history as `input`",

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller.backends import local
-from leyden.controller.backends.local import LauncherSettings, LocalBackend, socket_path
+from leyden.controller.backends import launcher
+from leyden.controller.backends.launcher import Launcher, LauncherSettings, socket_path
 from leyden.controller.jobs import Exit, Job
 from leyden.errors import LaunchError
 from tests.controller.conftest import controlling
@@ -188,7 +188,7 @@ class Runner:
         (folder / "state").mkdir(mode=0o700, parents=True, exist_ok=True)
         environment = dict(os.environ) | settings.pop("environment", {})
         known = {"python": sys.executable, "preload": (), "orphan_grace_s": 60.0} | settings
-        self.backend = LocalBackend(
+        self.backend = Launcher(
             LauncherSettings(folder / "state", folder / "launcher.log", environment=environment, **known), self.on_end
         )
 
@@ -384,7 +384,7 @@ async def test_nothing_that_a_preloaded_module_started_is_left(
     with pytest.raises(LaunchError, match="starts_and_fails cannot be imported: ValueError: no"):
         await Runner(tmp_path, preload=("starts_and_fails",), environment=environment).backend.open()
     assert gone() == []
-    monkeypatch.setattr(local, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(launcher, "START_LIMIT_S", 1.0)
     with pytest.raises(LaunchError, match="not ready after 1 s"):
         await Runner(tmp_path, preload=("starts_and_hangs",), environment=environment).backend.open()
     await wait_until(lambda: gone() == [])

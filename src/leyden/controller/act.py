@@ -7,18 +7,15 @@ once, and a claim whose harness never started is settled as an infrastructure fa
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from leyden.client.control import ControlClient
 from leyden.client.records import Rollout
-from leyden.config import RunConfig
-from leyden.controller import launch, workspace
-from leyden.controller.backends.local import LocalBackend
-from leyden.controller.board import Board, find_attempt
+from leyden.controller.backends.base import Backend
+from leyden.controller.board import Board
+from leyden.controller.launch import BASE_URL_VARIABLES
 from leyden.controller.plan import (
     Action,
     Adopt,
@@ -42,18 +39,13 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """What the actions work with. `python` runs grader functions, `parent` is the environment harnesses
-    inherit.
-    """
+    """What the actions work with. `keep` is `workspace.keep` of the run file."""
 
-    config: RunConfig
-    url: str
     controller_id: str
     client: ControlClient
-    backend: LocalBackend
+    backend: Backend
     board: Board
-    python: str
-    parent: Mapping[str, str] = field(repr=False)
+    keep: str
 
     async def perform(self, action: Action) -> None:
         """One action with its failures: a conflict is read again, a failed launch voids the attempt."""
@@ -71,7 +63,7 @@ class Actor:
 
     def adopt(self, action: Adopt) -> None:
         rollout = self.board.rollouts[action.rollout_id]
-        attempt = find_attempt(rollout, self.config.run_dir, self.backend.running)
+        attempt = self.backend.find(rollout)
         self.board.attempts[action.rollout_id] = attempt
         log.info("rollout %s attempt %d: adopted, %s", rollout.rollout_id, rollout.attempt, attempt.phase)
 
@@ -106,14 +98,7 @@ class Actor:
         rollout = claim.rollout
         self.board.absorb([rollout])
         self.board.change(rollout_id, attempt=rollout.attempt)
-        paths = launch.attempt_paths(self.config.run_dir, rollout_id, rollout.attempt)
-        await asyncio.to_thread(workspace.prepare, self.config, rollout_id, rollout.task, paths)
-        job = launch.harness(
-            self.config, self.url, claim.agent_key, rollout_id, rollout.attempt, rollout.task, self.parent
-        )
-        started = await self.backend.start(job)
-        if self.board.attempts[rollout_id].phase is Phase.STARTING:
-            self.board.change(rollout_id, phase=Phase.RUNNING, started=started)
+        await self.backend.start_harness(rollout, claim.agent_key)
 
     async def _report(self, attempt: Attempt) -> None:
         assert attempt.exit is not None
@@ -133,11 +118,11 @@ class Actor:
         if attempt.exit.clean and receipt.rollout.turns == 0:
             log.warning(
                 "rollout %s attempt %d: the harness ended with exit 0 and made no model call; does it read one of "
-                "%s? log: %s",
+                "%s? %s",
                 attempt.rollout_id,
                 attempt.attempt,
-                ", ".join(launch.BASE_URL_VARIABLES),
-                self._paths(attempt).harness_log,
+                ", ".join(BASE_URL_VARIABLES),
+                self.backend.where(attempt),
             )
 
     async def _grade(self, attempt: Attempt, number: int) -> None:
@@ -146,22 +131,8 @@ class Actor:
         key = self.board.grader_keys.get(attempt.rollout_id)
         if key is None:
             return
-        paths = self._paths(attempt)
-        workspace.next_grade(paths, number)
-        task = json.loads(paths.task.read_text(encoding="utf-8"))
-        job = launch.grader(
-            self.config,
-            self.url,
-            key,
-            attempt.rollout_id,
-            attempt.attempt,
-            task,
-            number,
-            self.parent,
-            self.python,
-        )
         self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=time.time())
-        await self.backend.start(job)
+        await self.backend.start_grader(self.board.rollouts[attempt.rollout_id], key, number)
 
     async def _finish(self, attempt: Attempt) -> None:
         rollout = await self.client.finish(attempt.rollout_id, attempt.attempt)
@@ -170,16 +141,15 @@ class Actor:
 
     async def infrastructure(self, attempt: Attempt, reason: str) -> None:
         """Report that the attempt is void."""
-        reason = f"{reason}; log: {self._log_path(attempt)}"
+        reason = f"{reason}; {self.backend.where(attempt)}"
         rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000])
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 
     async def forget(self, attempt: Attempt) -> None:
-        """Drop an attempt that is over, and its workspace if the run file says so."""
+        """Drop an attempt that is over, and what it wrote if the run file says so."""
         rollout = self.board.rollouts.get(attempt.rollout_id)
-        if not keeps(self.config.workspace.keep, rollout, attempt):
-            await asyncio.to_thread(workspace.remove, self._paths(attempt).workspace)
+        await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
         self.board.forget(attempt.rollout_id)
 
     async def _reread(self, rollout_id: str, error: GatewayError) -> None:
@@ -209,14 +179,7 @@ class Actor:
             log.info("%s", facts)
             return
         level = logging.INFO if rollout.failure is FailureClass.AGENT else logging.WARNING
-        log.log(level, "%s: %s; log: %s", facts, rollout.reason, self._log_path(attempt))
-
-    def _paths(self, attempt: Attempt) -> launch.AttemptPaths:
-        return launch.attempt_paths(self.config.run_dir, attempt.rollout_id, attempt.attempt)
-
-    def _log_path(self, attempt: Attempt) -> str:
-        paths = self._paths(attempt)
-        return str(paths.grade_log if attempt.tries else paths.harness_log)
+        log.log(level, "%s: %s; %s", facts, rollout.reason, self.backend.where(attempt))
 
 
 def keeps(policy: str, rollout: Rollout | None, attempt: Attempt) -> bool:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from leyden.client.records import Rollout
-from leyden.controller.jobs import Exit, grader_job, harness_job, read_exit
-from leyden.controller.launch import attempt_paths
+from leyden.controller.jobs import Exit
 from leyden.controller.plan import Attempt, Observed, Phase
-from leyden.controller.workspace import grade_tries
-from leyden.types import RolloutState
 
 
 class Board:
@@ -39,6 +35,21 @@ class Board:
         if rollout_id in self.attempts:
             self.attempts[rollout_id] = replace(self.attempts[rollout_id], **fields)  # type: ignore[arg-type]
 
+    def started(self, job_id: str, started: float) -> None:
+        """A job's program runs, since `started` (Unix seconds)."""
+        for attempt in self.attempts.values():
+            if attempt.job_id == job_id and attempt.phase in (Phase.STARTING, Phase.GRADING):
+                phase = Phase.RUNNING if attempt.phase is Phase.STARTING else Phase.GRADING
+                self.change(attempt.rollout_id, phase=phase, started=started)
+                return
+
+    def waiting(self, job_id: str, why: str) -> None:
+        """A job's program does not run yet."""
+        for attempt in self.attempts.values():
+            if attempt.job_id == job_id:
+                self.change(attempt.rollout_id, problem=why)
+                return
+
     def ended(self, job_id: str, exit_: Exit) -> None:
         """A job is over; a late report of an older job changes nothing."""
         for attempt in self.attempts.values():
@@ -56,30 +67,3 @@ class Board:
         rollout = self.rollouts.get(rollout_id)
         if rollout is not None and rollout.state.terminal:
             del self.rollouts[rollout_id]
-
-
-def find_attempt(rollout: Rollout, run_dir: Path, running: dict[str, float]) -> Attempt:
-    """How an attempt of an earlier controller stands: from the jobs that run and the files it left.
-
-    Without a job that runs or an exit.json it is lost, for instance because the controller was killed between
-    its claim and the start.
-    """
-    rollout_id, number = rollout.rollout_id, rollout.attempt
-    paths = attempt_paths(run_dir, rollout_id, number)
-    job = harness_job(rollout_id, number)
-    if job in running:
-        return Attempt(rollout_id, number, Phase.RUNNING, started=running[job])
-    exit_ = read_exit(paths.root)
-    if exit_ is None:
-        return Attempt(rollout_id, number, Phase.LOST)
-    attempt = Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
-    if rollout.state is not RolloutState.GRADING:
-        return attempt
-    tries = grade_tries(paths) + 1
-    grader = grader_job(rollout_id, number, tries)
-    if grader in running:
-        return replace(attempt, phase=Phase.GRADING, tries=tries, started=running[grader])
-    graded = read_exit(paths.grade)
-    if graded is not None:
-        return replace(attempt, phase=Phase.GRADED, tries=tries, grader_exit=graded)
-    return attempt

@@ -18,21 +18,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from leyden.client.control import ControlClient
 from leyden.config import RunConfig
-from leyden.controller import launch
 from leyden.controller.act import Actor
-from leyden.controller.backends.local import LauncherSettings, LocalBackend
+from leyden.controller.backends.base import Events
+from leyden.controller.backends.local import LocalBackend
 from leyden.controller.board import Board
 from leyden.controller.jobs import Exit
 from leyden.controller.plan import Action, Adopt, Attempt, Kill, Limits, Phase, Start, is_current, next_deadline, plan
-from leyden.errors import ConfigError, GatewayError
+from leyden.errors import GatewayError
 from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)
@@ -49,21 +46,30 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
     `key` is a control key. `controller_id` must be the same after a restart, or attempts are not adopted.
     Raises LaunchError if the launcher cannot be started (a preloaded module that fails, for instance).
     """
-    url = url.rstrip("/")
-    parent = dict(os.environ)
-    settings = launcher_settings(config, url, parent)
     board = Board()
     wake = asyncio.Event()
+    backend = LocalBackend(config, url.rstrip("/"), dict(os.environ), _events(board, wake))
+    async with ControlClient(url, key) as client:
+        actor = Actor(controller_id, client, backend, board, config.workspace.keep)
+        await backend.open()
+        await Controller(actor, limits(config, controller_id), wake).run(stop)
 
-    def on_end(job_id: str, exit_: Exit) -> None:
+
+def _events(board: Board, wake: asyncio.Event) -> Events:
+    """What the backend tells changes the board and wakes the loop."""
+
+    def started(job_id: str, at: float) -> None:
+        board.started(job_id, at)
+        wake.set()
+
+    def waiting(job_id: str, why: str) -> None:
+        board.waiting(job_id, why)
+
+    def ended(job_id: str, exit_: Exit) -> None:
         board.ended(job_id, exit_)
         wake.set()
 
-    backend = LocalBackend(settings, on_end)
-    async with ControlClient(url, key) as client:
-        actor = Actor(config, url, controller_id, client, backend, board, sys.executable, parent)
-        await backend.open()
-        await Controller(actor, limits(config, controller_id), wake).run(stop)
+    return Events(started, waiting, ended)
 
 
 def limits(config: RunConfig, controller_id: str) -> Limits:
@@ -73,20 +79,6 @@ def limits(config: RunConfig, controller_id: str) -> Limits:
         timeout_s=config.harness.timeout_s,
         grader_timeout_s=config.grader.timeout_s,
         grader_tries=0 if config.grader.harness else config.grader.max_tries,
-    )
-
-
-def launcher_settings(config: RunConfig, url: str, parent: dict[str, str]) -> LauncherSettings:
-    """Where the run folder's launcher lives and which interpreter runs it; makes the folders."""
-    for name in ("launcher", "logs", "attempts"):
-        (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    python = _interpreter(config)
-    return LauncherSettings(
-        state=config.run_dir / "launcher",
-        log=config.run_dir / "logs" / "launcher.log",
-        python=python,
-        preload=tuple(config.harness.preload) + _grader_modules(config, python),
-        environment=launch.launcher_environment(config, url, parent),
     )
 
 
@@ -219,20 +211,3 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _grader_modules(config: RunConfig, python: str) -> tuple[str, ...]:
-    """What a grader function's process needs besides the function, if it is forked from the launcher."""
-    forked = config.grader.function is not None and python == sys.executable
-    return ("leyden.client.reward",) if forked else ()
-
-
-def _interpreter(config: RunConfig) -> str:
-    """The absolute path of `harness.python`, or of this interpreter."""
-    if config.harness.python is None:
-        return sys.executable
-    named = config.harness.python
-    found = str(config.config_dir / named) if os.sep in named else shutil.which(named)
-    if found is None or not os.access(found, os.X_OK):
-        raise ConfigError("harness.python", f"{named!r} is not an executable; give the path of an interpreter")
-    return str(Path(found).absolute())

@@ -148,8 +148,9 @@ def test_ids_that_extend_a_turn_find_it_without_its_messages() -> None:
 
     assert parent(1, 2, 3, 9) == 1
     assert parent(1, 2, 3, 4, 5, 9) == 2
-    assert parent(1, 2, 3, 4, 5) == 1
-    assert parent(1, 2, 3) is None
+    assert parent(1, 2, 3, 4, 5) == 2
+    assert parent(1, 2, 3) == 1
+    assert parent(1, 2) is None
     assert parent(1, 2, 9, 4) is None
     assert child.prompt_ids() == [1, 2, 3, 4]
 

@@ -13,8 +13,15 @@ class Metrics:
         self.forks = Counter("leyden_forks", "Turns that did not continue one", ["cause"], registry=self.registry)
         self.replays = Counter("leyden_replays", "Retries answered from the record", registry=self.registry)
         self.ignored = Counter("leyden_ignored_fields", "Fields without effect", ["field"], registry=self.registry)
+        self.refused = Counter("leyden_refused", "Requests answered with an error", ["code"], registry=self.registry)
+        self.halves = Counter(
+            "leyden_replaced_surrogates", "Halves of surrogate pairs in requests, now U+FFFD", registry=self.registry
+        )
         self.no_logprobs = Counter(
             "leyden_turns_without_logprobs", "Turns whose log-probs were missing or not finite", registry=self.registry
+        )
+        self.double_bos = Counter(
+            "leyden_double_bos", "Prompts of /v1/completions that begin with two BOS tokens", registry=self.registry
         )
         self.engine_errors = Counter("leyden_engine_errors", "Broken engine calls", registry=self.registry)
         self.held_seconds = Counter("leyden_held_seconds", "Time calls were held", registry=self.registry)

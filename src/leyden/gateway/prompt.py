@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 
 from leyden.errors import RequestError
+from leyden.gateway.metrics import Metrics
 from leyden.gateway.render import ModelRenderer
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
@@ -21,6 +23,9 @@ from leyden.trajectory.continuity import (
     prefix_keys,
     sibling_cause,
 )
+from leyden.trajectory.text import TextContinuation, find_text, prompt_keys, root_cause
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,19 @@ class Prompt:
 
 
 class Prompter:
-    """Makes the prompts of one model. Holds no state of its own."""
+    """Makes the prompts of one model. Its only state is whether it has warned of a doubled BOS."""
 
-    def __init__(self, renderer: ModelRenderer, *, continuity: bool) -> None:
+    def __init__(self, renderer: ModelRenderer, metrics: Metrics, *, continuity: bool) -> None:
         self._renderer = renderer
+        self._metrics = metrics
         self._continuity = continuity
+        self._bos = renderer.encode("", add_special_tokens=True)[:1]
+        self._warned = False
 
     def prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
         """Raises RequestError for content that this renderer cannot show."""
+        if request.prompt is not None:
+            return self._completion(known, request.prompt)
         _check_text_only(request)
         keys = prefix_keys(request.messages)
         tools_key = digest(request.tools)
@@ -75,6 +85,44 @@ class Prompter:
                 cause = sibling_cause(known, parent_by_ids, request.messages, keys)
                 return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
         return Prompt(ids, None, found.cause, keys, tools_key, reasoning)
+
+    def _completion(self, known: Conversations, prompt: str | list[int]) -> Prompt:
+        """A prompt as it is: ids themselves, text as an engine would read it, with the tokenizer's own BOS."""
+        ids, parent, cause = self._continued(known, prompt)
+        if not ids:
+            raise RequestError("prompt has no tokens; send at least one", param="prompt")
+        if self._bos and ids[:2] == self._bos * 2:
+            self._metrics.double_bos.inc()
+            if not self._warned:
+                self._warned = True
+                log.warning("a prompt of /v1/completions begins with two BOS tokens: the tokenizer adds one to a text")
+        keys = prompt_keys(prompt)
+        if parent is not None:
+            cause = sibling_cause(known, parent, [], keys)
+        return Prompt(ids, parent, cause, keys, digest([]), has_reasoning=False)
+
+    def _continued(
+        self, known: Conversations, prompt: str | list[int]
+    ) -> tuple[list[int], Node | None, ForkCause | None]:
+        """The ids, the turn that they continue, and the cause if there is none."""
+        ids = self._renderer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        if not self._continuity:
+            return ids, None, ForkCause.CONTINUITY_OFF if known.nodes else None
+        found = find_text(known, prompt) if isinstance(prompt, str) else TextContinuation(root_cause(known, prompt))
+        cause = found.cause
+        if found.parent is not None:
+            exact = self._exact(found.parent, found.rest)
+            if exact is not None and self._renderer.text(exact) == self._renderer.text(ids):
+                return exact, found.parent, None
+            cause = ForkCause.STOP_TOKEN if exact is None else ForkCause.TOKENISED_WHOLE
+        return ids, extended(known, np.asarray(ids, dtype=np.int32)), cause
+
+    def _exact(self, parent: Node, rest: str) -> list[int] | None:
+        """The turn's ids and those of `rest`; None if it ended with a stop token that `rest` does not begin with."""
+        before = [*parent.prompt_ids(), *parent.sampled_T.tolist()]
+        after = self._renderer.encode(rest, add_special_tokens=False)
+        stop = [i for i in parent.sampled_T[-1:].tolist() if i in self._renderer.stop_token_ids]
+        return before + after[len(stop) :] if after[: len(stop)] == stop else None
 
     def _find(self, known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]) -> Continuation:
         if not self._continuity:

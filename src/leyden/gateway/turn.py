@@ -64,7 +64,7 @@ class TurnService:
         self._config = config
         self._store = store
         self._renderer = renderer
-        self._prompter = Prompter(renderer, continuity=config.model.continuity == "semantic")
+        self._prompter = Prompter(renderer, metrics, continuity=config.model.continuity == "semantic")
         self._engine = engine
         self._admission = admission
         self._models = models
@@ -77,26 +77,28 @@ class TurnService:
 
         A retry is an equal request of the same attempt whose predecessor's connection closed early, or that says so
         itself (`retried`). A finished predecessor is replayed, an unfinished one abandoned. Anything else is a call of
-        its own, equal or not.
+        its own, equal or not. CancelledError: the caller hung up, the attempt ended, or a retry took the call's place.
         """
         attempt = self.attempts.get(claims)
         key = request.key()
-        earlier = attempt.deliveries.get(key)
-        if earlier is not None and (retried or earlier.cut):
-            if earlier.reply is not None:
-                self._metrics.replays.inc()
-                earlier.cut = False
-                return earlier
-            if earlier.task is not None:
-                earlier.task.cancel()
-        delivery = Delivery(task=asyncio.current_task())
-        attempt.remember(key, delivery)
+        earlier = attempt.predecessor(key, request.n, retried=retried)
+        if earlier is not None and earlier.reply is not None:
+            self._metrics.replays.inc()
+            earlier.cut = False
+            return earlier
+        if earlier is not None:
+            attempt.forget(earlier)
+        delivery = Delivery(key, task=asyncio.current_task())
+        attempt.remember(delivery)
         try:
             delivery.reply = await self._call(attempt, request, key, wire)
+        except asyncio.CancelledError:
+            delivery.cut = True
+            raise
         finally:
             delivery.task = None
-            if delivery.reply is None and attempt.deliveries.get(key) is delivery:
-                del attempt.deliveries[key]
+            if delivery.reply is None and not delivery.cut:
+                attempt.forget(delivery)
         return delivery
 
     def recall(self, claims: Claims) -> Recall:

@@ -33,6 +33,8 @@ class ForkCause(StrEnum):
     REASONING_DROPPED = "reasoning_dropped_by_harness"
     TEMPLATE = "reasoning_dropped_by_template"
     STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token_not_resent"
+    TOKENISED_WHOLE = "text_tokenised_whole"
     UNSAMPLED_REPLY = "assistant_message_not_sampled"
     HISTORY_REWRITTEN = "history_rewritten"
     NEW_CONVERSATION = "new_conversation"
@@ -172,14 +174,14 @@ def find(known: Conversations, messages: Sequence[Json], tools_key: bytes, keys:
 
 
 def extended(known: Conversations, prompt_ids: Ids) -> Node | None:
-    """The recorded turn whose whole token sequence is the longest proper prefix of `prompt_ids`, if any."""
+    """The recorded turn whose whole token sequence is the longest prefix of `prompt_ids`, if any."""
     best: tuple[int, Node] | None = None
     ends: dict[int, int] = {}
     for node in known.nodes.values():
         start = 0 if node.parent is None else ends.get(node.parent.turn_id, -1)
         end = -1 if start < 0 else _match(prompt_ids, start, (node.delta_P, node.sampled_T))
         ends[node.turn_id] = end
-        if 0 < end < len(prompt_ids) and (best is None or end >= best[0]):
+        if 0 < end and (best is None or end >= best[0]):
             best = (end, node)
     return best[1] if best else None
 

@@ -84,18 +84,19 @@ def count(tokens: int) -> Json:
     return {"input_tokens": tokens}
 
 
-def reply(answer: ChatReply, _request: ChatRequest) -> Json:
+def reply(answer: ChatReply, request: ChatRequest) -> Json:
     """The body of a plain answer."""
     choice = answer.choices[0]
     content = [block | delta for block, delta in _blocks(answer)]
-    return _envelope(answer) | {"content": content, **_stop(choice), "usage": _usage(answer, choice.completion_tokens)}
+    usage = _usage(answer, choice.completion_tokens)
+    return _envelope(answer, request) | {"content": content, **_stop(choice), "usage": usage}
 
 
-def stream(answer: ChatReply, _request: ChatRequest) -> Iterator[bytes]:
+def stream(answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
     """The events of a streamed answer, from the finished one."""
     choice = answer.choices[0]
-    start = _envelope(answer) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
-    yield _event("message_start", message=start)
+    start: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
+    yield _event("message_start", message=_envelope(answer, request) | start)
     for index, (block, full) in enumerate(_blocks(answer)):
         yield _event("content_block_start", index=index, content_block=block | _EMPTY[block["type"]])
         for name, value in full.items():
@@ -280,8 +281,9 @@ def _tool(item: Json, path: str) -> Json:
     return {"type": "function", "function": function}
 
 
-def _envelope(answer: ChatReply) -> Json:
-    return {"id": f"msg_{answer.turn_id}", "type": "message", "role": "assistant", "model": answer.model}
+def _envelope(answer: ChatReply, request: ChatRequest) -> Json:
+    """Names the model that was asked for: Claude Code drops the thinking of messages that name another."""
+    return {"id": f"msg_{answer.turn_id}", "type": "message", "role": "assistant", "model": request.model}
 
 
 def _usage(answer: ChatReply, output_tokens: int) -> Json:

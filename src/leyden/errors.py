@@ -7,8 +7,10 @@
     │   ├── NotFound             the named thing does not exist (404)
     │   ├── Conflict             a state change that does not apply any more (409)
     │   ├── TooLarge             a body over its limit (413)
+    │   ├── Unsupported          a body in an encoding that is not read (415)
     │   ├── Unprocessable        a value that is not one, such as a NaN reward (422)
-    │   └── BudgetExceeded       a limit of the rollout: turns, tokens, context (400)
+    │   ├── BudgetExceeded       a limit of the rollout: turns, tokens, context (400)
+    │   └── InternalError        not the caller's fault: a bug of Leyden's, a full disk (500)
     ├── EngineError            the inference engine failed or broke its contract
     │   ├── EngineUnavailable    connection refused or lost, 5xx: worth another try
     │   └── EngineRejected       the engine said no (4xx): trying again cannot help
@@ -78,6 +80,11 @@ class TooLarge(RequestError):
     code = "request_too_large"
 
 
+class Unsupported(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
 class Unprocessable(RequestError):
     status = 422
     code = "unprocessable"
@@ -87,6 +94,13 @@ class BudgetExceeded(RequestError):
     """A budget of the rollout is used up. 400 and never 429 or 5xx, so that no SDK tries again."""
 
     code = "budget_exceeded"
+
+
+class InternalError(RequestError):
+    """What a caller hears of a bug. The log has the rest; nothing of it is in the message."""
+
+    status = 500
+    code = "internal_error"
 
 
 class EngineError(LeydenError):

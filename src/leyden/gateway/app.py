@@ -33,7 +33,7 @@ from leyden.gateway.engines import HttpEngine
 from leyden.gateway.feed import Feed
 from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
-from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Limits, ModelEndpoint, ModelList
+from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Entry, ModelEndpoint, ModelList
 from leyden.gateway.models import Models
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.turn import Engine, TurnService
@@ -73,7 +73,7 @@ def build(
         metrics,
     )
     api = ControlApi(config, secret, store, turns, admission, models, feed, metrics)
-    limits = Limits(secret, config.gateway.max_body_bytes, keep_alive_s)
+    entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -83,7 +83,7 @@ def build(
 
     app = Starlette(
         routes=[
-            *_model_routes(turns, limits, ModelList(secret, config.model.name)),
+            *_model_routes(entry, ModelList(secret, config.model.name)),
             *(Route(path, _health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
             *starlette_routes(api),
         ],
@@ -95,11 +95,11 @@ def build(
     return app
 
 
-def _model_routes(turns: TurnService, limits: Limits, listing: ModelList) -> list[Route]:
+def _model_routes(entry: Entry, listing: ModelList) -> list[Route]:
     """What harnesses call, at the root and under `/rollouts/ID`."""
     served: list[tuple[str, ASGIApp, str]] = [
-        *((path, CountEndpoint(counter, turns, limits), "POST") for path, counter in COUNT_ROUTES),
-        *((path, ModelEndpoint(protocol, turns, limits), "POST") for path, protocol in ROUTES),
+        *((path, CountEndpoint(counter, entry), "POST") for path, counter in COUNT_ROUTES),
+        *((path, ModelEndpoint(protocol, entry), "POST") for path, protocol in ROUTES),
         ("/v1/models", listing, "GET"),
     ]
     return [

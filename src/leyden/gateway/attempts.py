@@ -7,25 +7,30 @@ exits, so memory holds what runs and not what ran.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections import OrderedDict
+import traceback
 from dataclasses import dataclass, field
 
 from leyden.errors import Unauthorized
 from leyden.protocols import ChatChoice, ChatReply
 from leyden.store import Store, StoredTurn
 from leyden.trajectory.continuity import Conversations, Node
-from leyden.types import Claims, Json
+from leyden.types import Claims, Json, RolloutState
 
 RECENT_REPLIES = 32
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Delivery:
-    """What became of the last call with one request key. `reply` is None while the engine works; `cut` says that the
-    connection closed before the reply's last byte.
+    """One call and what became of it: `task` works on it until there is a `reply`. `cut` says that the caller's
+    connection closed before the reply's last byte, so that an equal call is the next try of this one.
     """
 
+    key: bytes
     task: asyncio.Task[Delivery] | None = None
     reply: ChatReply | None = None
     cut: bool = False
@@ -43,7 +48,7 @@ class Attempt:
     sampling: Json | None
     turns: int = 0
     conversations: Conversations = field(default_factory=Conversations)
-    deliveries: OrderedDict[bytes, Delivery] = field(default_factory=OrderedDict)
+    deliveries: list[Delivery] = field(default_factory=list)
     holds: int = 0
     held_since: float = 0.0
 
@@ -57,11 +62,32 @@ class Attempt:
         self.holds -= 1
         return time.monotonic() - self.held_since if self.holds == 0 else 0.0
 
-    def remember(self, key: bytes, delivery: Delivery) -> None:
-        self.deliveries[key] = delivery
-        self.deliveries.move_to_end(key)
-        while len(self.deliveries) > RECENT_REPLIES:
-            self.deliveries.popitem(last=False)
+    def remember(self, delivery: Delivery) -> None:
+        """Keep it for a retry. The oldest that is not worked on any more goes where there are too many."""
+        self.deliveries.append(delivery)
+        if len(self.deliveries) > RECENT_REPLIES:
+            oldest = next((d for d in self.deliveries if d.task is None), None)
+            if oldest is not None:
+                self.forget(oldest)
+
+    def forget(self, delivery: Delivery) -> None:
+        """It is no call's predecessor any more; work on it ends."""
+        if delivery in self.deliveries:
+            self.deliveries.remove(delivery)
+        if delivery.task is not None:
+            delivery.task.cancel()
+
+    def predecessor(self, key: bytes, n: int, *, retried: bool) -> Delivery | None:
+        """The call of which a call with this key and `n` choices is the next try, if it is one.
+
+        That is the last one whose connection was cut; where none was, and the caller says itself that it tries again
+        (`retried`), the last one. So of equal calls that run side by side a retry takes the place of the one that
+        was lost.
+        """
+        equal = [d for d in self.deliveries if d.key == key and (d.reply is None or len(d.reply.choices) == n)]
+        cut = [d for d in equal if d.cut]
+        candidates = cut or (equal if retried else [])
+        return candidates[-1] if candidates else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +120,28 @@ class Attempts:
         return attempt
 
     def drop(self, rollout_id: str, attempt: int) -> None:
-        self._live.pop((rollout_id, attempt), None)
+        """The attempt has ended: nobody waits for its calls."""
+        ended = self._live.pop((rollout_id, attempt), None)
+        if ended is not None:
+            for delivery in list(ended.deliveries):
+                ended.forget(delivery)
+
+    def drop_ended(self) -> None:
+        """Drop all that are not running any more."""
+        for rollout_id, attempt in list(self._live):
+            if self._running(rollout_id, attempt) is None:
+                self.drop(rollout_id, attempt)
+
+    def broken(self, claims: Claims | None, error: Exception) -> None:
+        """A bug of Leyden's, or a full disk: logged without what was said, and never held against the agent."""
+        name = type(error).__name__
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        if claims is None:
+            log.error("a call without a valid key: %s\n%s", name, frames)
+            return
+        log.error("rollout %s, attempt %d: %s\n%s", claims.rollout_id, claims.attempt, name, frames)
+        with contextlib.suppress(Exception):
+            self._store.rollouts.mark_incomplete(claims.rollout_id, claims.attempt, f"the gateway failed: {name}")
 
     def held_now(self, rollout_id: str, number: int) -> float:
         """Seconds that the attempt has been held and that the store does not know yet."""
@@ -105,16 +152,21 @@ class Attempts:
         return len(self._live)
 
     def _load(self, rollout_id: str, number: int) -> Attempt:
-        rollout = self._store.rollouts.get(rollout_id)
-        if (rollout["attempt"], rollout["state"]) != (number, "running"):
+        rollout = self._running(rollout_id, number)
+        if rollout is None:
             raise Unauthorized(f"attempt {number} of rollout {rollout_id} is not running any more", forbidden=True)
         attempt = Attempt(rollout_id, number, rollout["kind"], rollout["sampling"], rollout["turns"])
         for stored in self._store.turns.of_attempt(rollout_id, number):
             node = _node(stored, attempt.conversations)
             attempt.conversations.add(node)
             reply = reply_of(node, stored, self._model_name)
-            attempt.remember(stored.request_key, Delivery(reply=reply))
+            attempt.remember(Delivery(stored.request_key, reply=reply))
         return attempt
+
+    def _running(self, rollout_id: str, number: int) -> Json | None:
+        """The rollout, if that attempt of it is running."""
+        rollout = self._store.rollouts.get(rollout_id)
+        return rollout if (rollout["attempt"], rollout["state"]) == (number, RolloutState.RUNNING) else None
 
 
 def reply_of(node: Node, stored: StoredTurn, model: str) -> ChatReply:

@@ -265,7 +265,7 @@ class ControlApi:
     async def _body(self, request: Request, kind: type[_T], limit: int | None = None) -> _T:
         raw = await read_body(request.scope, request.receive, limit or self.config.gateway.max_body_bytes)
         try:
-            return kind.model_validate(parse_object(raw or b"{}"))
+            return kind.model_validate(parse_object(raw or b"{}", self.metrics))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from leyden.errors import RequestError, TooLarge
+from leyden.errors import RequestError, TooLarge, Unsupported
+from leyden.gateway.metrics import Metrics
+from leyden.protocols.checks import kind_of, loads
+from leyden.types import Json
 
 
 class ClientGone(Exception):
@@ -23,8 +27,13 @@ class JsonResponse(Response):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises TooLarge beyond `limit` bytes, before they are read where the length is declared."""
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    """The whole body. Raises TooLarge beyond `limit` bytes, before they are read where the length is declared, and
+    Unsupported for a compressed body."""
+    headers = Headers(scope=scope)
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise Unsupported(f"the body is encoded as {encoding!r:.40}; send it as it is, without content-encoding")
+    declared = headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {int(declared)} bytes; the limit is {limit} (gateway.max_body_bytes)")
     chunks: list[bytes] = []
@@ -41,15 +50,23 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             return b"".join(chunks)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises RequestError for bad UTF-8, lone surrogates, NaN, too deep nesting, or another type."""
+def parse_object(body: bytes, metrics: Metrics) -> Json:
+    """A JSON object as `protocols.checks.loads` reads it. Raises RequestError for anything else."""
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+        value, halves = loads(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise RequestError("the body is not a JSON object", code="invalid_json")
+        raise RequestError(f"the body is {kind_of(value)}, not a JSON object", code="invalid_json")
+    if halves:
+        metrics.halves.inc(halves)
     return value
+
+
+def is_retry(scope: Scope) -> bool:
+    """Whether the caller's SDK says that it tries a call again."""
+    count = Headers(scope=scope).get("x-stainless-retry-count", "")
+    return count.isdigit() and count.strip("0") != ""
 
 
 async def send_json(send: Send, status: int, content: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -17,12 +17,13 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from leyden.errors import LeydenError, RequestError, Unauthorized
+from leyden.errors import InternalError, RequestError, Unauthorized
 from leyden.gateway.attempts import Delivery
 from leyden.gateway.auth import authenticate
-from leyden.gateway.http import ClientGone, parse_object, read_body, send_json, start
+from leyden.gateway.http import ClientGone, is_retry, parse_object, read_body, send_json, start
+from leyden.gateway.metrics import Metrics
 from leyden.gateway.turn import TurnService
-from leyden.protocols import Call, ChatReply, ChatRequest, WireProtocol, openai_chat
+from leyden.protocols import Call, ChatRequest, WireProtocol, openai_chat
 from leyden.protocols.chat import CountProtocol
 from leyden.types import Claims, Json
 from leyden.types import Scope as KeyScope
@@ -32,51 +33,84 @@ BLANK = b" "
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What holds for every route that harnesses call."""
+class Entry:
+    """What every route that harnesses call shares: who may call, how large a body may be, what becomes of errors."""
 
     secret: bytes
     max_body_bytes: int
     keep_alive_s: float
+    turns: TurnService
+    metrics: Metrics
+
+    def caller(self, scope: Scope) -> Claims:
+        """The claims of the agent key. `/rollouts/ID/...` must name the key's own rollout. Raises Unauthorized."""
+        claims = authenticate(Headers(scope=scope), self.secret, {KeyScope.AGENT})
+        named = scope.get("path_params", {}).get("rollout_id", claims.rollout_id)
+        if named != claims.rollout_id:
+            raise Unauthorized(f"this key belongs to another rollout than {named!r:.80}", forbidden=True)
+        return claims
+
+    async def read(
+        self, scope: Scope, receive: Receive, claims: Claims, parse: Callable[[Json, Call], ChatRequest]
+    ) -> tuple[Json, ChatRequest]:
+        """The body and the request that it holds. Raises RequestError, or ClientGone."""
+        body = parse_object(await read_body(scope, receive, self.max_body_bytes), self.metrics)
+        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        return body, parse(body, Call(scope.get("path_params", {}), self.turns.recall(claims), query))
+
+    def problem(self, error: Exception, claims: Claims | None) -> RequestError:
+        """What the caller hears of an error."""
+        if not isinstance(error, RequestError):
+            self.turns.attempts.broken(claims, error)
+            error = InternalError(f"the gateway failed on this call ({type(error).__name__}); its log says where")
+        self.metrics.refused.labels(error.code).inc()
+        return error
 
 
 class ModelEndpoint:
     """POST of one protocol, as an ASGI application."""
 
-    def __init__(self, protocol: WireProtocol, turns: TurnService, limits: Limits) -> None:
+    def __init__(self, protocol: WireProtocol, entry: Entry) -> None:
         self._protocol = protocol
-        self._turns = turns
-        self._limits = limits
+        self._entry = entry
+        self._turns = entry.turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        claims = None
         try:
-            claims, body, request = await _read(self._protocol.parse, self._turns, self._limits, scope, receive)
+            claims = self._entry.caller(scope)
+            body, request = await self._entry.read(scope, receive, claims, self._protocol.parse)
         except ClientGone:
             return
-        except RequestError as error:
-            await send_json(send, error.status, self._protocol.error(error))
+        except Exception as error:
+            problem = self._entry.problem(error, claims)
+            await send_json(send, problem.status, self._protocol.error(problem))
             return
-        retried = Headers(scope=scope).get("x-stainless-retry-count", "0") not in ("", "0")
-        work = asyncio.create_task(self._turns.answer(claims, request, retried=retried, wire=body))
+        work = asyncio.create_task(self._turns.answer(claims, request, retried=is_retry(scope), wire=body))
         gone = asyncio.create_task(_hang_up(receive))
         try:
-            await self._deliver(request, work, gone, send)
+            await self._deliver(claims, request, work, gone, send)
         except asyncio.CancelledError:
             if not self._turns.closing:
                 raise
         finally:
             gone.cancel()
             work.cancel()
-            with contextlib.suppress(asyncio.CancelledError, LeydenError):
+            with contextlib.suppress(asyncio.CancelledError, Exception):
                 await work
 
     async def _deliver(
-        self, request: ChatRequest, work: asyncio.Task[Delivery], gone: asyncio.Task[None], send: Send
+        self,
+        claims: Claims,
+        request: ChatRequest,
+        work: asyncio.Task[Delivery],
+        gone: asyncio.Task[None],
+        send: Send,
     ) -> None:
         kind = b"text/event-stream" if request.stream else b"application/json"
         started = False
         while True:
-            timeout = self._limits.keep_alive_s
+            timeout = self._entry.keep_alive_s
             await asyncio.wait({work, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 break
@@ -88,21 +122,25 @@ class ModelEndpoint:
             filler = self._protocol.KEEP_ALIVE if request.stream else BLANK
             await send({"type": "http.response.body", "body": filler, "more_body": True})
         try:
-            delivery = work.result()
-        except RequestError as error:
-            await self._fail(request, error, send, started=started)
+            delivery, content = self._result(work, request)
+        except Exception as error:
+            await self._fail(request, self._entry.problem(error, claims), send, started=started)
             return
-        assert delivery.reply is not None
-        content = self._content(delivery.reply, request)
         if not started:
             await start(send, 200, kind, len(content))
-        await send({"type": "http.response.body", "body": content})
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until most of it has left
         delivery.cut = gone.done()
+        await send({"type": "http.response.body", "body": b""})
 
-    def _content(self, reply: ChatReply, request: ChatRequest) -> bytes:
+    def _result(self, work: asyncio.Task[Delivery], request: ChatRequest) -> tuple[Delivery, bytes]:
+        if work.cancelled():
+            raise RequestError("the call was given up: a later try took its place, or its attempt ended", code="gone")
+        delivery = work.result()
+        assert delivery.reply is not None
         if request.stream:
-            return b"".join(self._protocol.stream(reply, request))
-        return orjson.dumps(self._protocol.reply(reply, request))
+            return delivery, b"".join(self._protocol.stream(delivery.reply, request))
+        return delivery, orjson.dumps(self._protocol.reply(delivery.reply, request))
 
     async def _fail(self, request: ChatRequest, error: RequestError, send: Send, *, started: bool) -> None:
         """With its status where none was sent; in the stream; else by cutting the answer, so that the SDK tries again
@@ -111,26 +149,26 @@ class ModelEndpoint:
             await send_json(send, error.status, self._protocol.error(error))
         elif request.stream:
             await send({"type": "http.response.body", "body": self._protocol.stream_error(error)})
-        else:
-            raise ConnectionAbortedError(str(error))
 
 
 class CountEndpoint:
     """POST of a request whose prompt is only counted."""
 
-    def __init__(self, protocol: CountProtocol, turns: TurnService, limits: Limits) -> None:
+    def __init__(self, protocol: CountProtocol, entry: Entry) -> None:
         self._protocol = protocol
-        self._turns = turns
-        self._limits = limits
+        self._entry = entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        claims = None
         try:
-            claims, _body, request = await _read(self._protocol.parse_count, self._turns, self._limits, scope, receive)
-            await send_json(send, 200, self._protocol.count(self._turns.count(claims, request)))
+            claims = self._entry.caller(scope)
+            _body, request = await self._entry.read(scope, receive, claims, self._protocol.parse_count)
+            await send_json(send, 200, self._protocol.count(self._entry.turns.count(claims, request)))
         except ClientGone:
             return
-        except RequestError as error:
-            await send_json(send, error.status, self._protocol.error(error))
+        except Exception as error:
+            problem = self._entry.problem(error, claims)
+            await send_json(send, problem.status, self._protocol.error(problem))
 
 
 class ModelList:
@@ -147,25 +185,6 @@ class ModelList:
             await send_json(send, 200, answer)
         except RequestError as error:
             await send_json(send, error.status, openai_chat.error(error))
-
-
-async def _read(
-    parse: Callable[[Json, Call], ChatRequest], turns: TurnService, limits: Limits, scope: Scope, receive: Receive
-) -> tuple[Claims, Json, ChatRequest]:
-    """Who calls, the body, and the request that it holds. Raises RequestError, or ClientGone."""
-    claims = authenticate(Headers(scope=scope), limits.secret, {KeyScope.AGENT})
-    path = scope.get("path_params", {})
-    _check_path(path, claims.rollout_id)
-    body = parse_object(await read_body(scope, receive, limits.max_body_bytes))
-    query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-    return claims, body, parse(body, Call(path, turns.recall(claims), query))
-
-
-def _check_path(path: Mapping[str, str], rollout_id: str) -> None:
-    """`/rollouts/ID/...` must name the key's own rollout."""
-    named = path.get("rollout_id")
-    if named is not None and named != rollout_id:
-        raise Unauthorized(f"this key belongs to another rollout than {named!r}", forbidden=True)
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -77,7 +77,8 @@ class Prompter:
                 cause = sibling_cause(known, parent, request.messages, keys)
                 shared = len(request.messages) - len(found.new_messages)
                 return Prompt(ids, parent, cause, keys, tools_key, reasoning, shared)
-            found = Continuation(None, [], ForkCause.TEMPLATE)
+            moved = self._renderer.moves(found.new_messages)
+            found = Continuation(None, [], ForkCause.LATE_SYSTEM if moved else ForkCause.TEMPLATE)
         ids = self._renderer.render(request.messages, request.tools)
         if found.cause is not ForkCause.CONTINUITY_OFF:
             parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))

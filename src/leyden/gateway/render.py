@@ -3,13 +3,16 @@
 Two renderer instances serve the same tokenizer. The first keeps the template's own rule for earlier reasoning, so it
 refuses to bridge where the template would drop reasoning; the second keeps all of it. Where no assistant message on
 the path holds reasoning the two give the same text, and the second is used because it bridges user messages too.
+
+Some templates take a system message only at the beginning (Qwen3.5). For those all system messages of a conversation
+are shown as one there, as vLLM does for the messages that Claude Code sends in between.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,14 +34,20 @@ class ModelRenderer:
         self._keep = keep
         self._template = keep if thinking_history == "keep" else _create(self._tokenizer, renderer, model_path, None)
         self.stop_token_ids: list[int] = list(keep.get_stop_token_ids())
+        self._system_leads = _system_leads(keep)
+
+    def moves(self, messages: Iterable[Json]) -> bool:
+        """Whether any of these later messages is shown at the beginning, so that nothing before it stays as it was."""
+        return self._system_leads and any(message["role"] == "system" for message in messages)
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
         """The prompt of a conversation from its beginning, with the generation prompt at its end.
 
         Raises RequestError for messages that the template refuses.
         """
+        shown = system_first(messages) if self._system_leads else list(messages)
         with _refusing():
-            ids: list[int] = self._template.render_ids(list(messages), tools=_specs(tools), add_generation_prompt=True)
+            ids: list[int] = self._template.render_ids(shown, tools=_specs(tools), add_generation_prompt=True)
         return ids
 
     def bridge(
@@ -55,6 +64,8 @@ class ModelRenderer:
         `reasoning` says whether any assistant message up to here holds reasoning. Raises RequestError for messages
         that the template refuses.
         """
+        if self.moves(new_messages):
+            return None
         renderer = self._template if reasoning else self._keep
         with _refusing():
             rendered = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, list(new_messages), tools=_specs(tools))
@@ -118,6 +129,22 @@ class ModelRenderer:
     def _literal(self, sampled_ids: list[int], *, after_reasoning: bool) -> str:
         text = self.text(sampled_ids)
         return text.rpartition("</think>")[2].lstrip("\n") if after_reasoning else text
+
+
+def system_first(messages: Sequence[Json]) -> list[Json]:
+    """The conversation with its system messages as one at the beginning, joined without a separator."""
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "".join(system)}, *others] if system else others
+
+
+def _system_leads(renderer: Any) -> bool:
+    """Whether the template refuses a system message after the first message."""
+    try:
+        renderer.render_ids([{"role": role, "content": "x"} for role in ("system", "user", "system", "user")])
+    except Exception:
+        return True
+    return False
 
 
 def _create(tokenizer: Any, renderer: str, model_path: str, retention: str | None) -> Any:

@@ -32,6 +32,7 @@ class ForkCause(StrEnum):
     REPLY_REWRITTEN = "reply_rewritten"
     REASONING_DROPPED = "reasoning_dropped_by_harness"
     TEMPLATE = "reasoning_dropped_by_template"
+    LATE_SYSTEM = "late_system_message"
     STOP_STRING = "stop_string"
     STOP_TOKEN = "stop_token_not_resent"
     TOKENISED_WHOLE = "text_tokenised_whole"

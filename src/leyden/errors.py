@@ -28,6 +28,9 @@ A message names the value, the limit and the fix. Catch by type, never by text.
 from __future__ import annotations
 
 
+LONGEST_MESSAGE = 1000  # characters; messages quote what callers send
+
+
 class LeydenError(Exception):
     """Base of all errors below."""
 
@@ -47,7 +50,7 @@ class RequestError(LeydenError):
     code = "invalid_request"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}…")
         self.param = param
         if code is not None:
             self.code = code

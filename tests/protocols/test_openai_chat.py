@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import orjson
 import pytest
+from openai.resources.chat.completions import Completions
 
 from leyden.errors import RequestError
 from leyden.protocols import ChatChoice, ChatReply, ChatRequest, openai_chat
@@ -61,6 +63,74 @@ def test_messages_are_normalised() -> None:
         },
         {"role": "tool", "content": "out", "tool_call_id": "1"},
     ]
+
+
+def test_old_and_odd_messages() -> None:
+    """Case G19: both names of reasoning. Calls and results of the time before tools; refusals; no arguments at all."""
+    request = parse(
+        body(
+            messages=[
+                {"role": "assistant", "content": None, "refusal": "no", "reasoning_content": "a", "reasoning": "b"},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}], "reasoning_content": None},
+                {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+                {"role": "function", "name": "f", "content": "out"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": ""}}, _call({"y": 2})]},
+                {"role": "tool", "name": "g", "tool_call_id": "c1", "content": [{"type": "text", "text": "done"}]},
+            ]
+        )
+    )
+    assert request.messages == [
+        {"role": "assistant", "content": "no", "reasoning_content": "a"},
+        {"role": "assistant", "content": "never"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "out", "name": "f"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "g", "arguments": {}}},
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"y": 2}}},
+            ],
+        },
+        {"role": "tool", "content": "done", "tool_call_id": "c1", "name": "g"},
+    ]
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "robot"}, "messages[0].role is 'robot'"),
+        ({"role": "user", "content": 5}, "messages[0].content is a number"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "parts of type text and image_url"),
+        ({"role": "system", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}, "of type text"),
+        ({"role": "assistant", "tool_calls": [_call(["x"])]}, "tool_calls[0].function.arguments is a list"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "tool_calls[0] has no function with a name"),
+        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call has no function with a name"),
+    ],
+)
+def test_messages_that_are_none(message: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(body(messages=[message]))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [{"name": 1}, {"name": "f", "parameters": []}, {"name": "f", "description": {}}])
+def test_tools_that_are_none(function: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"tools\[0\]"):
+        parse(body(tools=[{"type": "function", "function": function}]))
+
+
+def test_the_table_knows_all_that_the_sdk_can_send() -> None:
+    about_http = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    assert set(inspect.signature(Completions.create).parameters) - about_http <= set(FIELDS["openai-chat"])
 
 
 def test_every_field_has_its_class() -> None:

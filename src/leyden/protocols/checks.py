@@ -3,13 +3,14 @@
 JSON as it comes (`loads`): numbers beyond 64 bits are floats, of equal keys the last counts, NaN, Infinity and numbers
 beyond a double are errors. Two things that orjson refuses or cannot write again are Leyden's own:
 
-- An escaped half of a surrogate pair, as of an emoji that a harness cut in two, becomes U+FFFD: a 400 would end an agent
-  for the way its tools cut text.
+- An escaped half of a surrogate pair, as of an emoji that a harness cut in two, becomes U+FFFD: a 400 would end an
+  agent for the way its tools cut text.
 - More than `MAX_DEPTH` levels are refused, so that whatever is read can also be written with something around it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -139,6 +140,15 @@ def sampled_arguments(arguments: Any) -> Any:
         return arguments_of(json.dumps(arguments or {}))
     except (TypeError, RecursionError) as error:
         raise ValueError("the arguments have no JSON text") from error
+
+
+def arguments_object(arguments: Any) -> Json:
+    """Tool-call arguments for protocols that carry an object; long integers are doubles there."""
+    with contextlib.suppress(ValueError):
+        value = loads(arguments)[0] if isinstance(arguments, str) else arguments
+        if isinstance(value, dict):
+            return value
+    return {"arguments": arguments}
 
 
 def arguments_text(arguments: Any) -> str:

@@ -34,7 +34,7 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.IGNORED: (
         *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "metadata"),
         *("store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
-        *("prediction", "web_search_options", "return_token_ids"),
+        *("prediction", "prompt_cache_options", "moderation", "web_search_options", "return_token_ids"),
     ),
     FieldClass.REFUSED: ("logit_bias", "audio", "modalities", "functions", "function_call"),
 }

@@ -1,4 +1,9 @@
-"""OpenAI chat completions: `POST /v1/chat/completions`, plain and streamed."""
+"""OpenAI chat completions: `POST /v1/chat/completions`, plain and streamed.
+
+Reasoning goes out as `reasoning_content`, the name that every harness we ran reads, and comes back under that name or
+as `reasoning`. Messages of the time before tools (`function_call`, role `function`) are read as tool calls and results.
+A `name` of a user or an assistant is left out, as chat templates do.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +95,7 @@ def _message(item: Json, path: str) -> Json:
     parse_role = _ROLES.get(role) if isinstance(role, str) else None
     if parse_role is None:
         allowed = ", ".join(sorted(_ROLES))
-        raise RequestError(f"{path}.role is {role!r}; allowed are {allowed}", param=f"{path}.role")
+        raise RequestError(f"{path}.role is {role!r:.80}; allowed are {allowed}", param=f"{path}.role")
     return parse_role(item, path)
 
 
@@ -103,12 +108,15 @@ def _user(item: Json, path: str) -> Json:
 
 
 def _assistant(item: Json, path: str) -> Json:
-    message: Json = {"role": "assistant", "content": _content(item.get("content"), f"{path}.content")}
+    content = _content(item.get("content"), f"{path}.content") or _content(item.get("refusal"), f"{path}.refusal")
+    message: Json = {"role": "assistant", "content": content}
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
     if calls := objects(item, "tool_calls", path=path):
         message["tool_calls"] = [_tool_call(call, where) for where, call in calls]
+    elif item.get("function_call") is not None:
+        message["tool_calls"] = [_tool_call({"function": item["function_call"]}, f"{path}.function_call")]
     return message
 
 
@@ -126,6 +134,7 @@ _ROLES: dict[str, Callable[[Json, str], Json]] = {
     "user": _user,
     "assistant": _assistant,
     "tool": _tool_message,
+    "function": _tool_message,
 }
 
 
@@ -151,14 +160,17 @@ def _part(part: Any, path: str, *, images: bool) -> str | Json:
     if images and kind == "image_url" and isinstance(url, dict) and isinstance(url.get("url"), str):
         return image(url["url"])
     allowed = "text and image_url" if images else "text"
-    raise RequestError(f"{path} has type {kind!r}; allowed are parts of type {allowed}", param=path)
+    raise RequestError(f"{path} has type {kind!r:.80}; allowed are parts of type {allowed}", param=path)
 
 
 def _tool_call(call: Json, path: str) -> Json:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} has no function with a name", param=path)
-    arguments = function.get("arguments", "")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        where = f"{path}.function.arguments"
+        raise RequestError(f"{where} is {kind_of(arguments)}; send a string", param=where, code="invalid_type")
     parsed: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments_of(arguments)}}
     return parsed | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
@@ -167,6 +179,8 @@ def _tool(item: Json, path: str) -> Json:
     function = item.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} is not a function tool with a name", param=path)
+    field(function, "description", str, path=f"{path}.function")
+    field(function, "parameters", dict, path=f"{path}.function")
     return {"type": "function", "function": function}
 
 

@@ -5,16 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from leyden.trajectory.continuity import (
-    Conversations,
-    ForkCause,
-    Node,
-    extend_key,
-    extended,
-    find,
-    prefix_keys,
-    sibling_cause,
-)
+from leyden.trajectory.causes import ForkCause, sibling_cause
+from leyden.trajectory.continuity import extended, find
+from leyden.trajectory.meaning import extend_key, prefix_keys
+from leyden.trajectory.nodes import Conversations, Node
 
 TOOLS, OTHER_TOOLS = b"tools", b"other"
 
@@ -91,7 +85,7 @@ FIRST = node(1, ASK, assistant("a", "thought", [("run", {"x": 1, "y": 2})]))
         ([*ASK, assistant("a", None, [("run", {"x": 1, "y": 2})]), user("m")], (None, 0, ForkCause.REASONING_DROPPED)),
         ([*ASK, assistant("A"), user("more")], (None, 0, ForkCause.REPLY_REWRITTEN)),
         ([*ASK, FIRST.reply, assistant("mine"), user("more")], (None, 0, ForkCause.UNSAMPLED_REPLY)),
-        ([system("s"), user("a summary")], (None, 0, ForkCause.HISTORY_REWRITTEN)),
+        ([system("s"), user("a summary")], (None, 0, ForkCause.NEW_CONVERSATION)),
         ([system("title this"), user("u")], (None, 0, ForkCause.NEW_CONVERSATION)),
         (ASK, (None, 0, ForkCause.REPEATED)),
     ],

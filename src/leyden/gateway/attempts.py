@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from leyden.errors import Unauthorized
 from leyden.protocols import ChatChoice, ChatReply
 from leyden.store import Store, StoredTurn
-from leyden.trajectory.continuity import Conversations, Node
+from leyden.trajectory.nodes import Conversations, Node
 from leyden.types import Claims, Json, RolloutState
 
 RECENT_REPLIES = 32
@@ -172,7 +172,7 @@ class Attempts:
 def reply_of(node: Node, stored: StoredTurn, model: str) -> ChatReply:
     """The answer as it was given."""
     choice = ChatChoice(node.reply, stored.turn.finish_reason, len(node.sampled_T), node.stop_string)
-    prompt_tokens = sum(len(n.delta_P) + len(n.sampled_T) for n in node.path()) - len(node.sampled_T)
+    prompt_tokens = node.end_tokens - len(node.sampled_T)
     return ChatReply(node.turn_id, model, int(stored.created), prompt_tokens, [choice])
 
 

@@ -12,17 +12,10 @@ from leyden.gateway.metrics import Metrics
 from leyden.gateway.render import ModelRenderer
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
-from leyden.trajectory.continuity import (
-    Continuation,
-    Conversations,
-    ForkCause,
-    Node,
-    extended,
-    find,
-    has_reasoning,
-    prefix_keys,
-    sibling_cause,
-)
+from leyden.trajectory.causes import ForkCause, sibling_cause
+from leyden.trajectory.continuity import Continuation, extended, find, has_reasoning
+from leyden.trajectory.meaning import prefix_keys
+from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import TextContinuation, find_text, prompt_keys, root_cause
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,9 @@ from leyden.gateway.prompt import Prompt, Prompter
 from leyden.gateway.render import ModelRenderer
 from leyden.protocols import ChatChoice, ChatReply, ChatRequest, Recall
 from leyden.store import Store
-from leyden.trajectory.continuity import Node, extend_key, sibling_cause
+from leyden.trajectory.causes import sibling_cause
+from leyden.trajectory.meaning import extend_key
+from leyden.trajectory.nodes import Node
 from leyden.types import Claims, Generation, Json, TurnState
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
@@ -220,7 +222,7 @@ class TurnService:
         self, attempt: Attempt, request: ChatRequest, prompt: Prompt, turn_id: int, generation: Generation
     ) -> ChatChoice:
         parent = prompt.parent
-        shared = len(parent.prompt_ids()) + len(parent.sampled_T) if parent else 0
+        shared = parent.end_tokens if parent else 0
         if request.prompt is not None:
             reply = self._renderer.plain(generation.token_ids_T, generation.stop_string)
         else:

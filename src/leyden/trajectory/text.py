@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leyden.trajectory.continuity import Conversations, ForkCause, Node, prefix_keys
+from leyden.trajectory.causes import ForkCause
+from leyden.trajectory.meaning import prefix_keys
+from leyden.trajectory.nodes import Conversations, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from leyden.protocols.chat import (
     image,
     joined,
 )
-from leyden.protocols.checks import arguments_text, field, integer, kind_of, number, objects, stop_strings
+from leyden.protocols.checks import arguments_object, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.fields import check_fields
 from leyden.types import FinishReason, Json
 
@@ -322,9 +322,9 @@ def _blocks(answer: ChatReply) -> Iterator[tuple[Json, Json]]:
     if message["content"]:
         yield {"type": "text"}, {"text": message["content"]}
     for call in answer.choices[0].tool_calls:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        as_object = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        yield {"type": "tool_use", "id": call["id"], "name": name}, {"input": as_object}
+        function = call["function"]
+        start = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        yield start, {"input": arguments_object(function["arguments"])}
 
 
 def _delta(name: str, value: Any) -> Json:

@@ -33,7 +33,16 @@ from leyden.protocols.chat import (
     image,
     joined,
 )
-from leyden.protocols.checks import arguments_object, arguments_text, field, integer, kind_of, number, objects, stop_strings
+from leyden.protocols.checks import (
+    arguments_object,
+    arguments_text,
+    field,
+    integer,
+    kind_of,
+    number,
+    objects,
+    stop_strings,
+)
 from leyden.protocols.fields import check_fields
 from leyden.types import FinishReason, Json
 

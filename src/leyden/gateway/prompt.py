@@ -17,6 +17,7 @@ from leyden.trajectory.continuity import Continuation, extended, find, has_reaso
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import TextContinuation, find_text, prompt_keys, root_cause
+from leyden.types import Json
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +59,12 @@ class Prompter:
         reasoning = has_reasoning(request.messages)
         found = self._find(known, request, tools_key, keys)
         if found.parent is not None:
-            parent = found.parent
-            ids = self._renderer.bridge(
-                parent.prompt_ids(),
-                parent.sampled_T.tolist(),
-                found.new_messages,
-                request.tools,
-                reasoning=reasoning,
-            )
+            ids = self._bridge(found.parent, found.new_messages, request, reasoning=reasoning)
             if ids is not None:
-                cause = sibling_cause(known, parent, request.messages, keys)
+                cause = sibling_cause(known, found.parent, request.messages, keys)
                 shared = len(request.messages) - len(found.new_messages)
-                return Prompt(ids, parent, cause, keys, tools_key, reasoning, shared)
-            moved = self._renderer.moves(found.new_messages)
-            found = Continuation(None, [], ForkCause.LATE_SYSTEM if moved else ForkCause.TEMPLATE)
+                return Prompt(ids, found.parent, cause, keys, tools_key, reasoning, shared)
+            found = Continuation(None, [], self._refusal(found.parent, found.new_messages, request))
         ids = self._renderer.render(request.messages, request.tools)
         if found.cause is not ForkCause.CONTINUITY_OFF:
             parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
@@ -79,6 +72,19 @@ class Prompter:
                 cause = sibling_cause(known, parent_by_ids, request.messages, keys)
                 return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
         return Prompt(ids, None, found.cause, keys, tools_key, reasoning)
+
+    def _bridge(
+        self, parent: Node, new_messages: list[Json], request: ChatRequest, *, reasoning: bool
+    ) -> list[int] | None:
+        sampled = parent.sampled_T.tolist()
+        return self._renderer.bridge(parent.prompt_ids(), sampled, new_messages, request.tools, reasoning=reasoning)
+
+    def _refusal(self, parent: Node, new_messages: list[Json], request: ChatRequest) -> ForkCause:
+        """Why the template does not go on from the turn's ids: if all reasoning were kept, would it?"""
+        if self._renderer.moves(new_messages):
+            return ForkCause.LATE_SYSTEM
+        kept = self._bridge(parent, new_messages, request, reasoning=False)
+        return ForkCause.NOT_CLOSED if kept is None else ForkCause.TEMPLATE
 
     def _completion(self, known: Conversations, prompt: str | list[int]) -> Prompt:
         """A prompt as it is: ids themselves, text as an engine would read it, with the tokenizer's own BOS."""

@@ -1,0 +1,131 @@
+"""Installs harnesses at pinned versions: `python -m tests.harnesses.install [NAME ...]`, all by default.
+
+They go to `~/.cache/leyden/harnesses` (or `$LEYDEN_HARNESSES`): one virtual environment for each Python package, one
+npm folder for each JavaScript one. What is there already in the right version is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+AT_ONCE = 3
+
+
+class NotHere(Exception):
+    """The machine lacks what a harness needs; the message says what."""
+
+
+@dataclass(frozen=True)
+class Python:
+    """Packages for a virtual environment of their own."""
+
+    needs: tuple[str, ...]
+    lowest: tuple[int, int] = (3, 11)
+
+    def install(self, folder: Path) -> None:
+        subprocess.run([interpreter(self.lowest), "-m", "venv", folder], check=True)
+        _quiet([folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *self.needs])
+
+
+@dataclass(frozen=True)
+class Npm:
+    """Packages for a `node_modules` of their own. Their install scripts do not run."""
+
+    needs: tuple[str, ...]
+
+    def install(self, folder: Path) -> None:
+        if not (shutil.which("node") and shutil.which("npm")):
+            raise NotHere("node and npm are not on PATH")
+        folder.mkdir(parents=True)
+        (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
+        _quiet(["npm", "install", "--no-audit", "--no-fund", "--silent", "--ignore-scripts", *self.needs], folder)
+
+
+PACKAGES: dict[str, Python | Npm] = {
+    "mini": Python(("mini-swe-agent==2.4.6", "litellm==1.110.2", "openai==3.57.0")),
+    "openai-agents": Python(("openai-agents==0.24.0", "openai==3.57.0")),
+    "langgraph": Python(
+        (
+            *("langgraph==1.2.24", "langchain==1.5.2", "langchain-openai==1.7.4", "langchain-anthropic==1.7.10"),
+            *("openai==3.57.0", "anthropic==2.14.0"),
+        )
+    ),
+    "autogen": Python(("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5", "openai==3.57.0")),
+    "smolagents": Python(("smolagents[openai,litellm]==1.26.0", "ddgs==9.16.1", "openai==3.57.0")),
+    "openhands": Python(("openhands-sdk==1.58.2", "openhands-tools==1.58.2", "litellm==1.105.7"), lowest=(3, 12)),
+    "aider": Python(("aider-chat==0.86.2", "litellm==1.81.10")),
+    "claude": Npm(("@anthropic-ai/claude-code@2.1.197",)),
+    "codex": Npm(("@openai/codex@0.171.0",)),
+    "qwen": Npm(("@qwen-code/qwen-code@0.15.10",)),
+    "opencode": Npm(("opencode-ai@1.18.33",)),
+    "pi": Npm(("@mariozechner/pi-coding-agent@0.73.1",)),
+    "gemini": Npm(("@google/gemini-cli@0.61.0",)),
+    "aisdk": Npm(
+        (
+            *("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.92"),
+            *("@ai-sdk/anthropic@3.0.140", "zod@4.6.7"),
+        )
+    ),
+}
+
+
+def installed() -> Path:
+    return Path(os.environ.get("LEYDEN_HARNESSES") or Path.home() / ".cache" / "leyden" / "harnesses")
+
+
+def install(names: Iterable[str]) -> dict[str, str]:
+    """Install what is missing. The packages that are not there afterwards, with the reason."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reasons = dict(zip(names, pool.map(_install, names), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def interpreter(lowest: tuple[int, int]) -> str:
+    """Python 3.12 if there is one, which all harnesses run on; else this one."""
+    found = shutil.which("python3.12")
+    if found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+        return found
+    if sys.version_info < lowest:
+        raise NotHere(f"python{lowest[0]}.{lowest[1]} is not on PATH")
+    return sys.executable
+
+
+def _install(name: str) -> str | None:
+    package, folder = PACKAGES[name], installed() / name
+    done = folder / ".installed"
+    if done.exists() and json.loads(done.read_text()) == list(package.needs):
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"installing {name}", flush=True)
+    try:
+        package.install(folder)
+    except NotHere as reason:
+        return str(reason)
+    except subprocess.CalledProcessError as error:
+        return f"the installation failed: {(error.stderr or str(error))[-500:]}"
+    done.write_text(json.dumps(package.needs))
+    return None
+
+
+def _quiet(command: list[str | Path], cwd: Path | None = None) -> None:
+    subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+
+
+def main() -> None:
+    missing = install(sys.argv[1:] or PACKAGES)
+    for name, reason in missing.items():
+        print(f"not installed: {name}: {reason}")
+    sys.exit(bool(missing))
+
+
+if __name__ == "__main__":
+    main()

@@ -111,16 +111,18 @@ def stop_strings(body: Json, name: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def arguments_of(arguments: Any) -> Any:
-    """The object that a JSON string of tool-call arguments holds, {} for none; anything else as it is.
+def arguments_of(arguments: Any, path: str = "arguments") -> str | Json:
+    """Tool-call arguments as messages hold them: the object that a JSON string holds, {} for none.
 
-    A string also stays what it is where the object would lose something: integers beyond 64 bits, more than
-    `MAX_DEPTH` levels.
+    A string stays what it is where the object would lose something: integers beyond 64 bits, more than `MAX_DEPTH`
+    levels. Raises RequestError, with `path`, for what is neither a string nor an object.
     """
     if arguments is None or arguments == "":
         return {}
-    if not isinstance(arguments, str):
+    if isinstance(arguments, dict):
         return arguments
+    if not isinstance(arguments, str):
+        raise RequestError(f"{path} is {kind_of(arguments)}; send a string", param=path, code="invalid_type")
     try:
         value, _ = loads(arguments)
     except ValueError:
@@ -129,7 +131,7 @@ def arguments_of(arguments: Any) -> Any:
     return value if exact else arguments
 
 
-def sampled_arguments(arguments: Any) -> Any:
+def sampled_arguments(arguments: Any) -> str | Json:
     """Arguments that Python's json read from a model's words, as `arguments_of` reads them when they come back.
 
     Raises ValueError where they have no JSON text.

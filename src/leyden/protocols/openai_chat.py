@@ -167,11 +167,8 @@ def _tool_call(call: Json, path: str) -> Json:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} has no function with a name", param=path)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str | dict | None):
-        where = f"{path}.function.arguments"
-        raise RequestError(f"{where} is {kind_of(arguments)}; send a string", param=where, code="invalid_type")
-    parsed: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments_of(arguments)}}
+    arguments = arguments_of(function.get("arguments"), f"{path}.function.arguments")
+    parsed: Json = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return parsed | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 

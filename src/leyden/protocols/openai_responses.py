@@ -147,6 +147,8 @@ def _tools(body: Json) -> tuple[list[Json], list[str]]:
             continue
         if not isinstance(item.get("name"), str):
             raise RequestError(f"{path} is a function without a name", param=f"{path}.name")
+        field(item, "description", str, path=path)
+        field(item, "parameters", dict, path=path)
         kept = ("name", "description", "parameters", "strict")
         function = {name: item[name] for name in kept if item.get(name) is not None}
         offered.append({"type": "function", "function": function})

@@ -130,7 +130,8 @@ def _function_call(item: Json, path: str, _recall: Recall) -> tuple[Json, int | 
     name, call_id = item.get("name"), item.get("call_id")
     if not isinstance(name, str):
         raise RequestError(f"{path}.name is {kind_of(name)}; send the name of a function", param=f"{path}.name")
-    call: Json = {"type": "function", "function": {"name": name, "arguments": arguments_of(item.get("arguments", ""))}}
+    arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
+    call: Json = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if isinstance(call_id, str):
         call["id"] = call_id
     turn_id = _turn(item.get("id"))

@@ -111,11 +111,20 @@ class EngineError(LeydenError):
 
 
 class EngineUnavailable(EngineError):
-    pass
+    """`status` is that of the engine's answer, None without one; `retry_after_s` how long it asked to wait."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class EngineRejected(EngineError):
-    pass
+    """`status` is that of the engine's answer."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class CaptureError(LeydenError):

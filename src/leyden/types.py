@@ -55,10 +55,14 @@ class TurnState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why sampling ended: a stop token or string, or a limit (tokens, context)."""
+    """Why sampling ended: a stop token or string, or a limit (tokens, context).
+
+    `abort`: the engine stopped early, for an update. The gateway samples on, so no turn ends like this.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
 
 
 class VersionSpan(NamedTuple):

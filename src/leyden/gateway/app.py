@@ -29,7 +29,7 @@ from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
 from leyden.gateway.admission import Admission
 from leyden.gateway.control_routes import ControlApi, starlette_routes
-from leyden.gateway.engines import HttpEngine
+from leyden.gateway.engines import EngineHttp, LeydenEngine
 from leyden.gateway.feed import Feed
 from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
@@ -62,12 +62,12 @@ def build(
     metrics = Metrics()
     models = Models(store, config.model.name, config.model.context_tokens)
     admission = Admission(ready=models.ready)
-    http_engine = HttpEngine()
+    http = EngineHttp()
     turns = TurnService(
         config,
         store,
         renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history),
-        engine or http_engine,
+        engine or LeydenEngine(http),
         admission,
         models,
         metrics,
@@ -78,7 +78,7 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
-        await http_engine.close()
+        await http.close()
         store.close()
 
     app = Starlette(

@@ -1,6 +1,19 @@
 """Inference engines behind one contract: `generate(prompt ids) -> token ids, log-probs, finish reason, versions`."""
 
-from leyden.gateway.engines.base import GenerateRequest
-from leyden.gateway.engines.http import HttpEngine
+from leyden.gateway.engines.base import ChatAnswer, ChatCall, ChatEngine, Engine, GenerateRequest, Sampling, joined
+from leyden.gateway.engines.http import EngineHttp
+from leyden.gateway.engines.leyden import LeydenEngine
+from leyden.gateway.engines.vllm import VllmEngine
 
-__all__ = ["GenerateRequest", "HttpEngine"]
+__all__ = [
+    "ChatAnswer",
+    "ChatCall",
+    "ChatEngine",
+    "Engine",
+    "EngineHttp",
+    "GenerateRequest",
+    "LeydenEngine",
+    "Sampling",
+    "VllmEngine",
+    "joined",
+]

@@ -1,20 +1,48 @@
-"""The engine contract and its check: nothing enters the record that contradicts itself."""
+"""What engines are asked and what they answer, checked: nothing enters the record that contradicts itself.
+
+Ids decide. Ids that are missing, too many, or contradicted by usage or version spans make the attempt incomplete
+(CaptureError). Log-probs that are missing, of another length, of other ids or not finite become None as a whole: they
+are never padded, cut or shifted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
 
 from leyden.errors import CaptureError
-from leyden.types import FinishReason, Generation, Json, VersionSpan
+from leyden.types import Generation, Ids, Json, VersionSpan
 
 LOWEST_LOGPROB = -9000.0
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. `top_k` 0 means all tokens; stop strings end the text but keep their tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether log-probs before and after temperature and truncation are the same."""
+        return (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One call of an engine. `top_k` 0 means all tokens; stop strings end the text but keep their tokens."""
+    """One call by token ids. `version` is the policy version that the gateway knows of when it asks; it is recorded
+    where the engine does not say one.
+    """
 
     prompt_ids: list[int]
     max_tokens: int
@@ -24,44 +52,117 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    version: int = 0
 
-    def to_json(self) -> Json:
-        return {
-            "prompt_ids": self.prompt_ids,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop_token_ids": list(self.stop_token_ids),
-            "stop": list(self.stop),
-            "seed": self.seed,
-        }
+    def after(self, sampled: Sequence[int]) -> GenerateRequest:
+        """The request for what is left when `sampled` is known. A seed is moved on: it would repeat its randomness."""
+        return replace(
+            self,
+            prompt_ids=[*self.prompt_ids, *sampled],
+            max_tokens=self.max_tokens - len(sampled),
+            seed=None if self.seed is None else self.seed + len(sampled),
+        )
 
 
-def generation(body: Any, request: GenerateRequest) -> Generation:
-    """The engine's answer, checked. Log-probs that are missing, of another length or not finite become None.
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One call by messages, which the engine renders; or by `prompt`, which it tokenises where it is text."""
 
-    Raises CaptureError when ids are missing, too many, or contradicted by the version spans.
+    messages: list[Json]
+    tools: list[Json]
+    sampling: Sampling
+    prompt: str | list[int] | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """What the engine showed the model, what that sampled, and the message that the engine parsed from it."""
+
+    prompt_P: Ids
+    generation: Generation
+    message: Json
+
+
+class Engine(Protocol):
+    """`url` is the base URL of one engine. Each method raises EngineUnavailable (no answer, a broken one, 429, 5xx),
+    EngineRejected (another 4xx) or CaptureError (an answer that cannot be recorded).
     """
-    ids = body.get("token_ids") if isinstance(body, dict) else None
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
-    if len(ids) > request.max_tokens:
-        raise CaptureError(f"the engine sampled {len(ids)} tokens where max_tokens was {request.max_tokens}")
-    spans = tuple(VersionSpan(int(version), int(length)) for version, length in body.get("spans") or ())
-    if sum(span.length for span in spans) != len(ids):
-        raise CaptureError(f"the engine's version spans {list(spans)} do not cover its {len(ids)} tokens")
+
+    async def generate(self, url: str, request: GenerateRequest) -> Generation:
+        """Sample. `FinishReason.ABORT` says that the engine stopped early: the ids are good, there is more to come."""
+
+    async def health(self, url: str) -> None:
+        """Return if the engine works and can do what the run needs."""
+
+
+class ChatEngine(Engine, Protocol):
+    """An engine that renders messages itself."""
+
+    async def chat(self, url: str, call: ChatCall) -> ChatAnswer: ...
+
+    async def count(self, url: str, call: ChatCall) -> int:
+        """How many tokens the prompt has. NotFound if the engine cannot say."""
+
+
+@contextlib.contextmanager
+def as_promised() -> Iterator[None]:
+    """An answer of another shape than it should have is a CaptureError."""
     try:
-        finish_reason = FinishReason(body.get("finish_reason"))
-    except ValueError:
-        raise CaptureError(f"the engine ended with {body.get('finish_reason')!r}, not stop or length") from None
-    return Generation(ids, _logprobs(body.get("logprobs"), len(ids)), finish_reason, spans, body.get("stop_string"))
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CaptureError(f"the engine's answer cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _logprobs(values: Any, length: int) -> list[float] | None:
-    if not isinstance(values, list) or len(values) != length:
+def sampled_ids(value: Any, limit: int | None = None) -> list[int]:
+    """`value` if it is a list of ids. Raises CaptureError."""
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
+    if limit is not None and len(value) > limit:
+        raise CaptureError(f"the engine sampled {len(value)} tokens where max_tokens was {limit}")
+    return value
+
+
+def prompt_ids(value: Any) -> Ids:
+    """The ids of a prompt. Raises CaptureError."""
+    ids = np.asarray(value) if isinstance(value, list) and value else None
+    if ids is None or ids.dtype.kind != "i":
+        raise CaptureError(
+            "the engine's answer has no prompt_token_ids; it must return the ids that it showed the model"
+        )
+    return ids.astype(np.int32)
+
+
+def finite(logprobs: Any, length: int) -> list[float] | None:
+    """`logprobs` if they are `length` log-probs, else None."""
+    if not isinstance(logprobs, list) or len(logprobs) != length:
         return None
-    for value in values:
+    for value in logprobs:
         if not isinstance(value, int | float) or not math.isfinite(value) or not LOWEST_LOGPROB < value <= 1e-6:
             return None
-    return values
+    return logprobs
+
+
+def covering(spans: Iterable[VersionSpan], length: int) -> tuple[VersionSpan, ...]:
+    """Spans of `length` tokens in all, neighbours of one version joined. Raises CaptureError."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = VersionSpan(span.version, joined[-1].length + span.length)
+        elif span.length:
+            joined.append(span)
+    if sum(span.length for span in joined) != length or any(span.length < 0 for span in joined):
+        raise CaptureError(f"the engine's version spans {[tuple(s) for s in joined]} do not cover its {length} tokens")
+    return tuple(joined)
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """One generation from parts that continue each other."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = [token for part in parts for token in part.token_ids_T]
+    logprobs: list[float] | None = []
+    for part in parts:
+        logprobs = None if logprobs is None or part.logprobs_T is None else [*logprobs, *part.logprobs_T]
+    spans = covering((span for part in parts for span in part.spans), len(ids))
+    return Generation(ids, logprobs, parts[-1].finish_reason, spans, parts[-1].stop_string)

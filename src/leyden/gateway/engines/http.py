@@ -1,59 +1,101 @@
-"""The client of an engine that speaks Leyden's own contract over HTTP (the embedded one does)."""
+"""JSON over HTTP to any number of engines. One call is one request: who tries again is decided above."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import aiohttp
 import orjson
 
-from leyden.errors import CaptureError, EngineRejected, EngineUnavailable
-from leyden.gateway.engines.base import GenerateRequest, generation
-from leyden.types import Generation
+from leyden.errors import EngineRejected, EngineUnavailable
+from leyden.types import Json
 
 IDLE_S = 4.0
+CONNECT_S = 10.0
+WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429})
 
 
-class HttpEngine:
-    """`generate` on any number of engines. One call is one request: who retries is decided above."""
+class EngineHttp:
+    """No read time-out, since the rollout's deadline ends a call, and no limit on connections, since a wave of
+    hundreds of calls is normal. Idle connections are dropped before engines do it.
+    """
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, url: str, request: GenerateRequest) -> Generation:
-        """Sample from the engine at base URL `url`. There is no read time-out: the rollout's deadline ends a call.
-
-        Raises EngineUnavailable (connection, 429, 5xx), EngineRejected (other 4xx), CaptureError (contract broken).
-        """
-        session = self._session = self._session or _session()
+    async def post(self, url: str, path: str, body: Json) -> Any:
+        """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words."""
         try:
-            async with session.post(f"{url}/generate", data=orjson.dumps(request.to_json())) as response:
-                body = await response.read()
-                status = response.status
+            async with self._open().post(url + path, data=orjson.dumps(body)) as response:
+                raw = await response.read()
+                status, headers = response.status, response.headers
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
-        if status == 429 or status >= 500:
-            raise EngineUnavailable(f"engine {url} answered {status}: {_excerpt(body)}")
-        if status >= 400:
-            raise EngineRejected(f"engine {url} answered {status}: {_excerpt(body)}")
+        if status < 300:
+            return _json(url, raw)
+        text = f"engine {url} answered {status}: {_message(raw)}"
+        if status in WORTH_ANOTHER_TRY or status >= 500:
+            raise EngineUnavailable(text, status=status, retry_after_s=_seconds(headers.get("retry-after")))
+        raise EngineRejected(text, status=status)
+
+    async def get(self, url: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body. Raises EngineUnavailable if there is no answer within `timeout_s`."""
+        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            answer = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise CaptureError(f"engine {url} answered no JSON: {error}") from error
-        return generation(answer, request)
+            async with self._open().get(url + path, timeout=limit) as response:
+                return response.status, await response.read()
+        except TimeoutError as error:
+            raise EngineUnavailable(f"engine {url} did not answer GET {path} within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
+
+    async def alive(self, url: str, timeout_s: float) -> None:
+        """GET /health. Anything but 5xx will do: not every engine has the route."""
+        status, body = await self.get(url, "/health", timeout_s)
+        if status >= 500:
+            raise EngineUnavailable(f"engine {url} answered {status} to GET /health: {_message(body)}", status=status)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                headers={"content-type": "application/json"},
+                trust_env=False,
+            )
+        return self._session
 
-def _session() -> aiohttp.ClientSession:
-    """No limit on connections, since a held rollout wave is normal; idle ones are dropped before engines do it."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-        headers={"content-type": "application/json"},
-        trust_env=False,
-    )
+
+def _json(url: str, raw: bytes) -> Any:
+    """JSON, also with NaN and Infinity, which engines write for log-probs. What is none counts as a broken answer."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise EngineUnavailable(f"engine {url} answered no JSON: {error}", status=200) from error
 
 
-def _excerpt(body: bytes) -> str:
-    return body[:300].decode("utf-8", "replace")
+def _message(raw: bytes) -> str:
+    """The engine's own words: `error.message`, `message`, `detail`, or the start of the text."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        body = None
+    error = body.get("error", body) if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    return error if isinstance(error, str) else raw[:300].decode("utf-8", "replace")
+
+
+def _seconds(retry_after: str | None) -> float:
+    """A Retry-After header in seconds; 0 where there is none, or a date."""
+    text = (retry_after or "").strip()
+    return float(text) if text.replace(".", "", 1).isdecimal() else 0.0

@@ -1,0 +1,55 @@
+"""The client of an engine that speaks Leyden's own contract over HTTP (the embedded one does)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.errors import CaptureError
+from leyden.gateway.engines.base import GenerateRequest, as_promised, covering, finite, sampled_ids
+from leyden.gateway.engines.http import EngineHttp
+from leyden.types import FinishReason, Generation, VersionSpan
+
+HEALTH_S = 10.0
+
+
+class LeydenEngine:
+    """`POST /generate` takes ids and answers ids, log-probs and the version of each token."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def generate(self, url: str, request: GenerateRequest) -> Generation:
+        answer = await self._http.post(url, "/generate", body(request))
+        with as_promised():
+            return read(answer, request)
+
+    async def health(self, url: str) -> None:
+        await self._http.alive(url, HEALTH_S)
+
+
+def body(request: GenerateRequest) -> dict[str, Any]:
+    return {
+        "prompt_ids": request.prompt_ids,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+        "stop": list(request.stop),
+        "seed": request.seed,
+    }
+
+
+def read(answer: Any, request: GenerateRequest) -> Generation:
+    """The engine's answer, checked. Raises CaptureError when ids are missing, too many, or contradicted by spans."""
+    answer = answer if isinstance(answer, dict) else {}
+    ids = sampled_ids(answer.get("token_ids"), request.max_tokens)
+    spans = covering(
+        (VersionSpan(int(version), int(length)) for version, length in answer.get("spans") or ()), len(ids)
+    )
+    try:
+        finish_reason = FinishReason(answer.get("finish_reason"))
+    except ValueError:
+        raise CaptureError(f"the engine ended with {answer.get('finish_reason')!r}, not stop or length") from None
+    logprobs = finite(answer.get("logprobs"), len(ids))
+    return Generation(ids, logprobs, finish_reason, covering(spans, len(ids)), answer.get("stop_string"))

@@ -1,0 +1,129 @@
+"""The client of vLLM. Which of its routes gives token ids is found out once per engine, by one token of each.
+
+The same token shows whether the engine can serve this run at all. If it cannot, the error names the option to start it
+with, before anything is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from leyden.errors import CaptureError, EngineError, EngineRejected, EngineUnavailable, NotFound
+from leyden.gateway.engines import vllm_wire as wire
+from leyden.gateway.engines.base import ChatAnswer, ChatCall, GenerateRequest, Sampling, as_promised
+from leyden.gateway.engines.http import EngineHttp
+from leyden.types import Generation
+
+HEALTH_S = 10.0
+NO_ROUTE = frozenset({404, 405})
+MOST_CERTAIN = -1e-4
+_PROBE = GenerateRequest(prompt_ids=[0], max_tokens=1, top_k=1)
+_CHAT_PROBE = ChatCall([{"role": "user", "content": "hi"}], [], Sampling(top_k=1, max_tokens=1))
+
+
+class VllmEngine:
+    """`base.ChatEngine` for any number of vLLM servers.
+
+    `model` is the name that they know the model by (None: their only one). `chat` says that messages are to be
+    rendered by the engine, `sampling` what training samples from.
+    """
+
+    def __init__(self, http: EngineHttp, model: str | None, sampling: Sampling, *, chat: bool) -> None:
+        self._http = http
+        self._model = model
+        self._sampling = sampling
+        self._chat = chat
+        self._routes: dict[str, str] = {}
+        self._probing: dict[str, asyncio.Lock] = {}
+
+    async def generate(self, url: str, request: GenerateRequest) -> Generation:
+        route = await self._route(url)
+        return await self._generate(url, route, request)
+
+    async def chat(self, url: str, call: ChatCall) -> ChatAnswer:
+        await self._route(url)
+        return await self._chat_once(url, call)
+
+    async def count(self, url: str, call: ChatCall) -> int:
+        try:
+            answer = await self._http.post(url, wire.TOKENIZE, wire.tokenize_body(call, self._model))
+        except EngineRejected as error:
+            if error.status not in NO_ROUTE:
+                raise
+            raise NotFound(f"the engine cannot count tokens: it does not serve {wire.TOKENIZE}") from error
+        count = answer.get("count") if isinstance(answer, dict) else None
+        if not isinstance(count, int):
+            raise EngineUnavailable(f"engine {url} answered {wire.TOKENIZE} without a count", status=200)
+        return count
+
+    async def health(self, url: str) -> None:
+        try:
+            await self._http.alive(url, HEALTH_S)
+        except EngineUnavailable:
+            self._routes.pop(url, None)
+            raise
+        await self._route(url)
+
+    async def _chat_once(self, url: str, call: ChatCall) -> ChatAnswer:
+        if call.prompt is None:
+            answer = await self._http.post(url, wire.CHAT, wire.chat_body(call, self._model))
+            with as_promised():
+                return wire.read_chat(answer, call)
+        answer = await self._http.post(url, wire.COMPLETIONS, wire.prompt_body(call, self._model))
+        with as_promised():
+            return wire.read_prompt(answer, call)
+
+    async def _generate(self, url: str, route: str, request: GenerateRequest) -> Generation:
+        if route == wire.GENERATE:
+            answer = await self._http.post(url, route, wire.generate_body(request))
+            with as_promised():
+                return wire.read_generate(answer, request)
+        answer = await self._http.post(url, route, wire.completion_body(request, self._model))
+        with as_promised():
+            return wire.read_completion(answer, request)
+
+    async def _route(self, url: str) -> str:
+        """The route that gives ids. Raises CaptureError if there is none, or its log-probs are the wrong ones."""
+        if url in self._routes:
+            return self._routes[url]
+        async with self._probing.setdefault(url, asyncio.Lock()):
+            if url not in self._routes:
+                route, probe = await (self._probe_chat(url) if self._chat else self._probe(url))
+                self._check_logprobs(url, probe)
+                self._routes[url] = route
+        return self._routes[url]
+
+    async def _probe(self, url: str) -> tuple[str, Generation]:
+        try:
+            return wire.GENERATE, await self._generate(url, wire.GENERATE, _PROBE)
+        except EngineRejected as error:
+            if error.status not in NO_ROUTE:
+                raise
+        try:
+            return wire.COMPLETIONS, await self._generate(url, wire.COMPLETIONS, _PROBE)
+        except EngineUnavailable:
+            raise
+        except (CaptureError, EngineError) as error:
+            raise CaptureError(
+                f"engine {url} gives no token ids: start vLLM with --enable-scale-out ({wire.GENERATE}), or use a "
+                f"version whose {wire.COMPLETIONS} knows return_token_ids. It said: {error}"
+            ) from error
+
+    async def _probe_chat(self, url: str) -> tuple[str, Generation]:
+        try:
+            return wire.CHAT, (await self._chat_once(url, _CHAT_PROBE)).generation
+        except CaptureError as error:
+            raise CaptureError(
+                f"engine {url} gives no token ids: use a version whose {wire.CHAT} knows return_token_ids. "
+                f"It said: {error}"
+            ) from error
+
+    def _check_logprobs(self, url: str, probe: Generation) -> None:
+        """The probe had one token to choose from: its log-prob is 0, or it is one of another distribution."""
+        if probe.logprobs_T is None:
+            raise CaptureError(f"engine {url} gives no log-probs: start it without --max-logprobs 0")
+        if min(probe.logprobs_T, default=0.0) < MOST_CERTAIN and not self._sampling.plain:
+            raise CaptureError(
+                f"engine {url} gives log-probs from before temperature, top_p and top_k, which the run file sets: "
+                "start it with --logprobs-mode processed_logprobs"
+            )

@@ -1,0 +1,282 @@
+"""What vLLM is sent and what it answers, on the three routes that give token ids. Pure.
+
+    GENERATE      ids in, ids out, and which weights sampled which token
+    COMPLETIONS   ids in, ids out with `return_token_ids`; older servers spell ids as `token_id:N` in the log-probs
+    CHAT          messages in; the ids of the prompt that vLLM rendered, the sampled ids, and the message it parsed
+
+Every sampling parameter is sent, so that none is taken from the model's generation_config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from leyden.errors import CaptureError
+from leyden.gateway.engines.base import (
+    ChatAnswer,
+    ChatCall,
+    GenerateRequest,
+    Sampling,
+    covering,
+    finite,
+    prompt_ids,
+    sampled_ids,
+)
+from leyden.protocols.checks import arguments_of, arguments_text
+from leyden.types import FinishReason, Generation, Json, VersionSpan
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TOKENIZE = "/tokenize"
+
+_SPELT = "token_id:"
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+
+
+def generate_body(request: GenerateRequest) -> Json:
+    """For GENERATE. Text is made only where stop strings need it, special tokens included."""
+    return {
+        "token_ids": request.prompt_ids,
+        "sampling_params": {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "seed": request.seed,
+            "stop": list(request.stop),
+            "stop_token_ids": list(request.stop_token_ids),
+            "logprobs": 0,
+            "detokenize": bool(request.stop),
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def completion_body(request: GenerateRequest, model: str | None) -> Json:
+    """For COMPLETIONS with a prompt of ids."""
+    sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed, request.stop)
+    return {
+        **_common(sampling, model),
+        "prompt": request.prompt_ids,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": list(request.stop_token_ids),
+        "add_special_tokens": False,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+
+
+def prompt_body(call: ChatCall, model: str | None) -> Json:
+    """For COMPLETIONS with a harness's own prompt, text or ids. `call.sampling.max_tokens` must be set."""
+    return {
+        **_common(call.sampling, model),
+        "prompt": call.prompt,
+        "max_tokens": call.sampling.max_tokens,
+        "logprobs": 0,
+    }
+
+
+def chat_body(call: ChatCall, model: str | None) -> Json:
+    """For CHAT."""
+    body = {
+        **_common(call.sampling, model),
+        "messages": [_message(message) for message in call.messages],
+        "logprobs": True,
+        "top_logprobs": 0,
+    }
+    if call.tools:
+        body |= {"tools": call.tools, "tool_choice": "auto"}
+    if call.sampling.max_tokens is not None:
+        body["max_completion_tokens"] = call.sampling.max_tokens
+    return body
+
+
+def tokenize_body(call: ChatCall, model: str | None) -> Json:
+    """For TOKENIZE."""
+    named = {} if model is None else {"model": model}
+    if call.prompt is not None:
+        return {**named, "prompt": call.prompt}
+    tools = {"tools": call.tools} if call.tools else {}
+    return {**named, "messages": [_message(message) for message in call.messages], **tools}
+
+
+def read_generate(answer: Any, request: GenerateRequest) -> Generation:
+    """Raises CaptureError for an answer that cannot be recorded exactly; so do the other readers."""
+    choice = _choice(answer)
+    ids = sampled_ids(choice.get("token_ids"), request.max_tokens)
+    _check_usage(answer, len(request.prompt_ids), len(ids))
+    entries = _entries(choice)
+    logprobs = [entry.get("logprob") for entry in entries] if [e.get("token_id") for e in entries] == ids else None
+    return _generation(choice, ids, logprobs, request.stop, request.version)
+
+
+def read_completion(answer: Any, request: GenerateRequest) -> Generation:
+    choice = _choice(answer)
+    ids = sampled_ids(_completion_ids(choice), request.max_tokens)
+    shown = choice.get("prompt_token_ids")
+    if shown is not None and shown != request.prompt_ids:
+        raise CaptureError("the engine's prompt_token_ids are not the prompt that it was sent")
+    _check_usage(answer, len(request.prompt_ids), len(ids))
+    return _generation(choice, ids, _token_logprobs(choice, ids), request.stop, request.version)
+
+
+def read_prompt(answer: Any, call: ChatCall) -> ChatAnswer:
+    """The answer to `prompt_body`: its message is plain text."""
+    choice = _choice(answer)
+    ids = sampled_ids(_completion_ids(choice), call.sampling.max_tokens)
+    prompt_P = prompt_ids(choice.get("prompt_token_ids"))
+    _check_usage(answer, len(prompt_P), len(ids))
+    generation = _generation(choice, ids, _token_logprobs(choice, ids), call.sampling.stop, call.version)
+    return ChatAnswer(prompt_P, generation, {"role": "assistant", "content": choice.get("text") or ""})
+
+
+def read_chat(answer: Any, call: ChatCall) -> ChatAnswer:
+    choice = _choice(answer)
+    limit = call.sampling.max_tokens
+    ids = sampled_ids(choice.get("token_ids"), limit)
+    prompt_P = prompt_ids(answer.get("prompt_token_ids"))
+    _check_usage(answer, len(prompt_P), len(ids))
+    entries = _entries(choice)
+    same = len(entries) == len(ids) and all(_is(entry.get("token"), i) for entry, i in zip(entries, ids, strict=True))
+    logprobs = [entry.get("logprob") for entry in entries] if same else None
+    generation = _generation(choice, ids, logprobs, call.sampling.stop, call.version, limit)
+    return ChatAnswer(prompt_P, generation, _reply(choice.get("message")))
+
+
+def _common(sampling: Sampling, model: str | None) -> Json:
+    """What COMPLETIONS and CHAT share."""
+    named = {} if model is None else {"model": model}
+    return {
+        **named,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "seed": sampling.seed,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": list(sampling.stop),
+        "n": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _message(message: Json) -> Json:
+    """A message in OpenAI's shape. Reasoning goes under both its names: servers read one or the other."""
+    wire = dict(message)
+    if reasoning := message.get("reasoning_content"):
+        wire["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        wire["tool_calls"] = [_wire_call(call, f"call_{i}") for i, call in enumerate(calls)]
+    return wire
+
+
+def _wire_call(call: Json, fallback_id: str) -> Json:
+    function = call["function"] | {"arguments": arguments_text(call["function"]["arguments"])}
+    return {"id": call.get("id") or fallback_id, "type": "function", "function": function}
+
+
+def _choice(answer: Any) -> Json:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise CaptureError("the engine's answer does not have exactly one choice")
+    choice: Json = choices[0]
+    return choice
+
+
+def _check_usage(answer: Json, prompt: int, sampled: int) -> None:
+    """Usage counts what the engine worked on: where it disagrees with the ids, some are missing."""
+    usage = answer.get("usage") or {}
+    for name, count in (("prompt_tokens", prompt), ("completion_tokens", sampled)):
+        if usage.get(name, count) not in (count, None):
+            raise CaptureError(f"the engine's usage says {usage[name]} {name}, its ids are {count}")
+
+
+def _generation(
+    choice: Json, ids: list[int], logprobs: Any, stop: tuple[str, ...], version: int, limit: int | None = None
+) -> Generation:
+    reason = choice.get("finish_reason")
+    if reason not in _FINISH:
+        raise CaptureError(f"the engine ended with {reason!r}, not {', '.join(_FINISH)}")
+    finish = _FINISH[reason]
+    if reason == "tool_calls" and len(ids) == limit:
+        finish = FinishReason.LENGTH  # a call that was cut reads as a call
+    stop_reason = choice.get("stop_reason")
+    spans = covering(_spans(choice.get("weight_versions"), len(ids), version), len(ids))
+    return Generation(ids, finite(logprobs, len(ids)), finish, spans, stop_reason if stop_reason in stop else None)
+
+
+def _spans(versions: Any, length: int, registered: int) -> Iterator[VersionSpan]:
+    """vLLM's `weight_versions`, whose names are free text. What is not a number is the version that was registered."""
+    if not versions:
+        yield VersionSpan(registered, length)
+        return
+    position = 0
+    for span in versions:
+        if span["start"] != position:
+            raise CaptureError(f"the engine's weight_versions {versions} leave out tokens")
+        name, position = str(span["version"]), span["end"]
+        version = int(name) if name.isascii() and name.isdecimal() else registered
+        yield VersionSpan(version, position - span["start"])
+
+
+def _entries(choice: Json) -> list[Json]:
+    """Log-prob entries of GENERATE and CHAT; none where their form is another."""
+    content = (choice.get("logprobs") or {}).get("content")
+    return content if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) else []
+
+
+def _token_logprobs(choice: Json, ids: list[int]) -> Any:
+    """Log-probs of COMPLETIONS; None where their tokens are spelt as ids and are other ids."""
+    logprobs = choice.get("logprobs") or {}
+    tokens = logprobs.get("tokens") or []
+    if any(str(token).startswith(_SPELT) for token in tokens) and _spelt(tokens) != ids:
+        return None
+    return logprobs.get("token_logprobs")
+
+
+def _completion_ids(choice: Json) -> Any:
+    """`token_ids`, or where there are none, the ids that are spelt out in the log-probs."""
+    ids = choice.get("token_ids")
+    return _spelt((choice.get("logprobs") or {}).get("tokens")) if ids is None else ids
+
+
+def _spelt(tokens: Any) -> list[int] | None:
+    """The ids of `["token_id:12", ...]`; None for anything else."""
+    if not isinstance(tokens, list) or not all(isinstance(t, str) and t.startswith(_SPELT) for t in tokens):
+        return None
+    digits = [token.removeprefix(_SPELT) for token in tokens]
+    return [int(d) for d in digits] if all(d.isascii() and d.isdecimal() for d in digits) else None
+
+
+def _is(token: Any, token_id: int) -> bool:
+    """Whether an entry may stand for a token: spelt as an id it must be the same id."""
+    return not isinstance(token, str) or not token.startswith(_SPELT) or token == f"{_SPELT}{token_id}"
+
+
+def _reply(message: Any) -> Json:
+    """An assistant message in Leyden's shape, from OpenAI's. Reasoning has one of two names."""
+    if not isinstance(message, dict):
+        raise CaptureError("the engine's answer has no message")
+    reply: Json = {"role": "assistant", "content": message.get("content") or ""}
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        reply["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        reply["tool_calls"] = [_call(call) for call in calls]
+    return reply
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    arguments = arguments_of(function.get("arguments") or "")
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -123,7 +123,7 @@ async def test_previous_response_id_is_one_chain(gateway: Gateway, ask: Any) -> 
     await check_one_chain(gateway, rollout_id)
     await ask(client, input=outputs(second), previous_response_id=second.id, tools=[BASH])
     *_, forked = await gateway.turns(rollout_id)
-    assert (forked.parent_id, forked.fork_cause) == (None, "new_conversation")
+    assert (forked.parent_id, forked.fork_cause) == (None, "history_rewritten")
     assert "Be brief." not in gateway.renderer.decode(forked.delta_P)
     assert "list the files" in gateway.renderer.decode(forked.delta_P)
 

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from leyden.cli.show import Filter, fork_table, heading, rollout_table, step_table
+from leyden.cli.branches import fork_table, shown_branches
+from leyden.cli.show import Filter, heading, rollout_table, step_table
 from leyden.cli.trajectory import trajectory_lines
 from leyden.client import Rollout
 from leyden.errors import ConfigError
 from leyden.types import FinishReason, Turn, VersionSpan
 
 
-def turn(turn_id, delta, sampled, parent=None, cause=None, spans=None):
+def turn(turn_id, delta, sampled, parent=None, cause=None, spans=None, tools=0):
     return Turn(
         turn_id, "r1", 1, parent, np.array(delta, np.int32), np.array(sampled, np.int32),
         np.full(len(sampled), -0.5, np.float32), spans or (VersionSpan(3, len(sampled)),), FinishReason.STOP, cause,
+        tools=tools,
     )  # fmt: skip
 
 
@@ -81,17 +83,51 @@ def test_heading(tmp_path):
     ]
 
 
-def test_rollouts():
-    found = [rollout(0, forks={"compaction": 2}), rollout(1, state="failed", failure="agent", reward=None, reason="no")]
-    assert text(rollout_table(found, 7)) == [
-        ["train-0", "train", "2", "1.0", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", "compaction 2", ""],
-        ["train-1", "train", "2", "1.1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
+def with_side_call():
+    """A title call first, the main conversation with a reply dropped, rewritten at its end."""
+    return [
+        turn(1, [1, 2], [3]),
+        turn(2, [7] * 10, [4, 4], None, "new_conversation", tools=2),
+        turn(3, [5], [6], 2, tools=2),
+        turn(4, [5, 5], [6], 2, "reply_dropped", tools=2),
+        turn(5, [7] * 8, [6], None, "history_rewritten", tools=2),
     ]
 
 
-def test_forks_by_cause():
-    found = [rollout(0, forks={"a": 2, "b": 1}), rollout(1, forks={"b": 4}), rollout(2)]
-    assert text(fork_table(found)) == [["b", "5", "2"], ["a", "2", "1"]]
+def test_rollouts():
+    found = [rollout(0, forks={"any": 3}), rollout(1, state="failed", failure="agent", reward=None, reason="no")]
+    branches = "history_rewritten 1, reply_dropped 1, side_call 1"
+    assert text(rollout_table(found, 7, {"train-0": with_side_call()})) == [
+        ["train-0", "train", "2", "1.0", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, ""],
+        ["train-1", "train", "2", "1.1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
+    ]
+    assert shown_branches([turn(2, [1], [2], 1)]) == {}
+
+
+def test_a_side_call_is_shown_as_one_and_not_as_a_fork():
+    headers = [line.plain for line in trajectory_lines(with_side_call(), decode) if line.plain.startswith("turn")]
+    assert [header.partition("sample ")[2] for header in headers] == [
+        "1 | side_call",
+        "2",
+        "2",
+        "3 | branch: reply_dropped",
+        "4 | branch: history_rewritten",
+    ]
+
+
+def test_forks_by_cause_and_what_they_cost():
+    turns_of = {"a": with_side_call(), "b": [turn(1, [1] * 5, [2])], "c": [], "d": [turn(2, [1], [2], 1)]}
+    table = fork_table(turns_of)
+    assert text(table) == [
+        ["main", "history_rewritten", "1", "1", "8"],
+        ["main", "reply_dropped", "1", "1", "12"],
+        ["side_call", "conversation", "1", "1", "3"],
+    ]
+    assert table.title == (
+        "2 rollouts, 2.50 samples each, 2.00 without side calls; forks repeat 20 of 47 tokens (42.6%); "
+        "1 with an incomplete record left out"
+    )
+    assert fork_table({}).title == "no rollout has a recorded turn"
 
 
 def test_filters():

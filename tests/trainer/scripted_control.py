@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from leyden.types import FailureClass, FinishReason, RolloutState, Turn, Version
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rollout ends: one turn per entry of `responses`, each continuing the one before."""
+    """How a rollout ends: one turn per entry of `responses`, each continuing the one before; then one branch after the
+    last for each cause of `forks`.
+    """
 
     reward: float | None = 1.0
     responses: tuple[tuple[int, ...], ...] = ((5, 6),)
@@ -22,7 +24,7 @@ class Ending:
     failure: FailureClass | None = None
     reason: str | None = None
     attempt: int = 1
-    forks: dict[str, int] = field(default_factory=dict)
+    forks: tuple[str, ...] = ()
 
 
 INFRASTRUCTURE = Ending(None, (), RolloutState.FAILED, FailureClass.INFRASTRUCTURE, "evicted", attempt=3)
@@ -105,11 +107,14 @@ class ScriptedControl:
             self._turn_id += 1
             turns.append(self._turn(rollout.rollout_id, ending.attempt, parent, response))
             parent = self._turn_id
+        for cause in ending.forks:
+            self._turn_id += 1
+            turns.append(replace(self._turn(rollout.rollout_id, ending.attempt, parent, (7,)), fork_cause=cause))
         self.turn_lists[rollout.rollout_id] = turns
         version = self.version if turns else None
         return replace(
             rollout, state=ending.state, attempt=ending.attempt, change=self._next_change(), reward=ending.reward,
-            failure=ending.failure, reason=ending.reason, turns=len(turns), forks=ending.forks,
+            failure=ending.failure, reason=ending.reason, turns=len(turns),
             sampled_tokens=sum(map(len, ending.responses)), min_version=version, max_version=version,
         )  # fmt: skip
 

@@ -157,9 +157,9 @@ async def test_a_rollout_over_the_limit_stays_in_the_baseline():
 
 
 async def test_forks_and_attempts_are_summed():
-    control = ScriptedControl(lambda r: Ending(forks={"compaction": 1 + r.member}, attempt=2))
+    control = ScriptedControl(lambda r: Ending(forks=("reply_dropped",) * (1 + r.member), attempt=2))
     collected = await run(control, requests(groups=1))
-    assert collected.forks == {"compaction": 3}
+    assert collected.forks == {"reply_dropped": 3}
     assert collected.attempts == 4
 
 

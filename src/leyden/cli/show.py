@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leyden.cli.branches import fork_table, shown_branches
 from leyden.cli.gateway_of import gateway_of, read_run
 from leyden.cli.screen import screen
 from leyden.cli.trajectory import Decode, decoder, trajectory_lines
@@ -22,6 +22,7 @@ from leyden.trainer.metrics import current, read_metrics
 from leyden.types import Json, RolloutState, Turn
 
 PAGE = 1000
+TURNS_PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +97,28 @@ def step_table(lines: Iterable[Json]) -> Table:
 
 
 def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks: bool) -> None:
+    """`forks` counts branches over the rollouts that would be listed."""
     chosen.check()
-    found = [r for r in asyncio.run(_all_rollouts(run_dir, secret)) if chosen.takes(r)]
-    found.sort(key=lambda r: (r.step, r.kind, r.slot, r.member))
-    screen().print(fork_table(found) if forks else rollout_table(found[-chosen.limit :], len(found)))
+    config = read_run(run_dir)
+    shown, total, turns_of = asyncio.run(_chosen_rollouts(run_dir, chosen, secret, all_turns=forks))
+    table = fork_table(turns_of, config.trainer.max_sample_tokens) if forks else rollout_table(shown, total, turns_of)
+    screen().print(table)
 
 
-def rollout_table(rollouts: Sequence[Rollout], total: int) -> Table:
+def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str, Sequence[Turn]]) -> Table:
+    """`turns_of` holds the turns of those that branched."""
     title = f"{len(rollouts)} of {total} rollouts"
     table = Table("rollout", "kind", "step", "task", "state", "attempt", "reward", "turns", "tokens", "versions",
-                  "seconds", "forks", "reason", title=title)  # fmt: skip
+                  "seconds", "branches", "reason", title=title)  # fmt: skip
     for r in rollouts:
         seconds = "" if r.started is None or r.finished is None else f"{max(0.0, r.finished - r.started):.1f}"
         versions = "" if r.min_version is None else f"{r.min_version}-{r.max_version}"
         state = f"{r.state} ({r.failure})" if r.failure else str(r.state)
         table.add_row(
             r.rollout_id, r.kind, str(r.step), f"{r.slot}.{r.member}", state, str(r.attempt),
-            _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds, named(r.forks),
-            r.reason or "",
+            _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds,
+            named(shown_branches(turns_of.get(r.rollout_id, ()))), r.reason or "",
         )  # fmt: skip
-    return table
-
-
-def fork_table(rollouts: Sequence[Rollout]) -> Table:
-    """How often branches began, by cause, and in how many of the rollouts."""
-    counts = sum((Counter(r.forks) for r in rollouts), Counter[str]())
-    table = Table("cause", "branches", "rollouts", title=f"branches of {len(rollouts)} rollouts")
-    for cause, count in counts.most_common():
-        table.add_row(cause, str(count), str(sum(cause in r.forks for r in rollouts)))
     return table
 
 
@@ -149,9 +144,21 @@ def heading(rollout: Rollout, run_dir: Path) -> list[Text]:
     return [Text(rollout.rollout_id, "bold"), *(Text(fact) for fact in facts)]
 
 
-async def _all_rollouts(run_dir: Path, secret: bytes | None) -> list[Rollout]:
+async def _chosen_rollouts(
+    run_dir: Path, chosen: Filter, secret: bytes | None, *, all_turns: bool
+) -> tuple[list[Rollout], int, dict[str, list[Turn]]]:
+    """The newest of those that the filter takes, how many it takes, and turns: of all shown or of those with forks."""
     async with gateway_of(run_dir, read_run(run_dir), secret) as client:
-        return [rollout async for rollout in _each(client)]
+        found = [r async for r in _each(client) if chosen.takes(r)]
+        found.sort(key=lambda r: (r.step, r.kind, r.slot, r.member))
+        shown = found[-chosen.limit :]
+        turns_of: dict[str, list[Turn]] = {r.rollout_id: [] for r in shown if all_turns or r.forks}
+        wanted = list(turns_of)
+        for first in range(0, len(wanted), TURNS_PAGE):
+            page = wanted[first : first + TURNS_PAGE]
+            for turn in await client.turns(page):
+                turns_of[turn.rollout_id].append(turn)
+        return shown, len(found), turns_of
 
 
 async def _each(client: ControlClient) -> AsyncIterator[Rollout]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.text import Text
 
+from leyden.trajectory.kinds import Kind, conversations
 from leyden.trajectory.samples import build_samples, trainable_logprobs
 from leyden.trajectory.tree import build_tree
 from leyden.types import Ids, Sample, Turn
@@ -22,10 +24,11 @@ def trajectory_lines(turns: Sequence[Turn], decode: Decode, max_tokens: int | No
         return [Text("no model call was recorded")]
     built = build_samples(turns, max_tokens)
     trained_by = sample_of_turn(built.samples)
+    notes = turn_notes(turns)
     lines = []
     for turn in build_tree(turns).turns.values():
         number = trained_by.get(turn.turn_id)
-        lines.append(Text(turn_header(turn, number), "bold cyan"))
+        lines.append(Text(turn_header(turn, number, notes.get(turn.turn_id, ())), "bold cyan"))
         lines += _marked("| ", decode(turn.delta_P), CONTEXT)
         if len(turn.sampled_T):
             mark, style = ("> ", TRAINED) if number is not None else ("x ", SAMPLED)
@@ -43,7 +46,18 @@ def sample_of_turn(samples: Sequence[Sample]) -> dict[int, int]:
     return owner
 
 
-def turn_header(turn: Turn, sample: int | None) -> str:
+def turn_notes(turns: Sequence[Turn]) -> dict[int, list[str]]:
+    """The kind of the conversation, unless it is the main one, and the cause of a branch."""
+    notes: dict[int, list[str]] = defaultdict(list)
+    for one in conversations(turns):
+        for turn_id in one.turns if one.kind is not Kind.MAIN else ():
+            notes[turn_id].append(one.kind)
+        for fork in one.forks:
+            notes[fork.turn_id].append(f"branch: {fork.cause}")
+    return notes
+
+
+def turn_header(turn: Turn, sample: int | None, notes: Sequence[str] = ()) -> str:
     """`turn 7 continues 5 | version 3 | 120 context, 40 sampled | logprob mean -0.21 | stop | sample 1`."""
     start = f"turn {turn.turn_id} " + ("starts" if turn.parent_id is None else f"continues {turn.parent_id}")
     versions = ", ".join(
@@ -59,9 +73,7 @@ def turn_header(turn: Turn, sample: int | None) -> str:
         str(turn.finish_reason),
         f"sample {sample}" if sample is not None else "not trained",
     ]
-    if turn.fork_cause:
-        parts.append(f"branch: {turn.fork_cause}")
-    return " | ".join(parts)
+    return " | ".join([*parts, *notes])
 
 
 def sample_summary(sample: Sample) -> str:

@@ -20,6 +20,7 @@ from leyden.algorithms.batch import GroupResult, RolloutResult
 from leyden.client import Group, Rollout
 from leyden.config import SamplingConfig
 from leyden.errors import CaptureError, TrainingError
+from leyden.trajectory.kinds import branch_counts
 from leyden.trajectory.samples import RolloutSamples, SampleCounts, build_samples
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState, Turn
 
@@ -52,8 +53,9 @@ class Progress:
 class Collected:
     """Finished groups, ready for `build_batch`, and what was met on the way.
 
-    `reasons` gives the reason of each excluded rollout in words; `excluded` counts them by kind. `turns`,
-    `forks`, `attempts` and `sampled_tokens` are sums over all rollouts.
+    `reasons` gives the reason of each excluded rollout in words; `excluded` counts them by kind. `turns`, `attempts`
+    and `sampled_tokens` are sums over all rollouts, `forks` over those that are not excluded: forks by cause, and
+    side calls and other conversations by kind.
     """
 
     groups: tuple[GroupResult, ...]
@@ -198,6 +200,7 @@ def assemble(
         turns_of[turn.rollout_id].append(turn)
     rollouts = [final[r.rollout_id] for group in groups for r in group.rollouts]
     built: dict[str, RolloutSamples] = {}
+    forks = Counter[str]()
     kinds: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for rollout in rollouts:
@@ -205,6 +208,7 @@ def assemble(
         if kind is None:
             try:
                 built[key] = _samples(rollout, turns_of[key], max_tokens)
+                forks.update(branch_counts(turns_of[key]))
                 continue
             except CaptureError as error:
                 kind, why = "capture", str(error)
@@ -216,7 +220,7 @@ def assemble(
         samples=_sum([b.counts for b in built.values()]),
         excluded=dict(Counter(kinds.values())),
         reasons=reasons,
-        forks=dict(sum((Counter(r.forks) for r in rollouts), Counter())),
+        forks=dict(forks),
         turns=sum(r.turns for r in rollouts),
         sampled_tokens=sum(r.sampled_tokens for r in rollouts),
         attempts=sum(r.attempt for r in rollouts),

@@ -19,6 +19,7 @@ most turns that is neither, then with the most tools, then with the longest prom
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -174,6 +175,13 @@ def _conversation(tree: Tree, group: _Group, kind: Kind) -> Conversation:
 def _fork(tree: Tree, turn: Turn) -> Fork:
     extra = len(turn.delta_P) if turn.parent_id is None else tree.end_tokens[turn.parent_id]
     return Fork(turn.turn_id, str(turn.fork_cause), extra)
+
+
+def branch_counts(turns: Sequence[Turn]) -> dict[str, int]:
+    """Forks of one attempt by cause, and its conversations beside the main one by kind."""
+    found = conversations(turns)
+    causes = Counter(fork.cause for one in found for fork in one.forks)
+    return dict(causes + Counter(str(one.kind) for one in found if one.kind is not Kind.MAIN))
 
 
 def samples_without_side_calls(turns: Sequence[Turn], max_tokens: int | None = None) -> tuple[Sample, ...]:

@@ -1,0 +1,97 @@
+"""How often conversations branched, why, and what that cost: `leyden show RUN_DIR --forks`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from leyden.errors import CaptureError
+from leyden.trajectory.kinds import Kind, branch_counts, conversations
+from leyden.trajectory.samples import build_samples
+from leyden.types import Turn
+
+ORDER = tuple(Kind)
+
+
+@dataclass(slots=True)
+class Row:
+    """One cause in conversations of one kind; the cause `conversation` stands for whole conversations."""
+
+    times: int = 0
+    rollouts: set[str] = field(default_factory=set)
+    tokens: int = 0
+
+    def add(self, rollout_id: str, tokens: int) -> None:
+        self.times += 1
+        self.rollouts.add(rollout_id)
+        self.tokens += tokens
+
+
+@dataclass(slots=True)
+class Branches:
+    """Sums over rollouts. `tokens` are those of all samples, `extra` those that forks alone put there."""
+
+    rows: dict[tuple[Kind, str], Row] = field(default_factory=lambda: defaultdict(Row))
+    rollouts: int = 0
+    samples: int = 0
+    side_samples: int = 0
+    tokens: int = 0
+    extra: int = 0
+    unreadable: int = 0
+
+    def add(self, rollout_id: str, turns: Sequence[Turn], max_tokens: int | None) -> None:
+        try:
+            samples = build_samples(turns, max_tokens).samples
+            found = conversations(turns)
+        except CaptureError:
+            self.unreadable += 1
+            return
+        kind_of = {turn_id: c.kind for c in found for turn_id in c.turns}
+        self.rollouts += 1
+        self.samples += len(samples)
+        self.side_samples += sum(kind_of[s.turn_ids[-1]] is Kind.SIDE_CALL for s in samples)
+        self.tokens += sum(len(s.ids_L) for s in samples)
+        for one in found:
+            for fork in one.forks:
+                self.rows[one.kind, fork.cause].add(rollout_id, fork.extra_tokens)
+                self.extra += fork.extra_tokens
+            if one.kind is not Kind.MAIN:
+                own = sum(len(s.ids_L) for s in samples if s.turn_ids[-1] in one.turns)
+                self.rows[one.kind, "conversation"].add(rollout_id, own)
+
+
+def fork_table(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> Table:
+    """A row per kind of conversation and cause, and in the title what all of it comes to. Rollouts without a turn do
+    not count.
+    """
+    sums = Branches()
+    for rollout_id, turns in turns_of.items():
+        if turns:
+            sums.add(rollout_id, turns, max_tokens)
+    table = Table("conversation", "cause", "times", "rollouts", "tokens", title=_title(sums))
+    for kind, cause in sorted(sums.rows, key=lambda row: (ORDER.index(row[0]), -sums.rows[row].times, row[1])):
+        row = sums.rows[kind, cause]
+        table.add_row(kind, cause, str(row.times), str(len(row.rollouts)), str(row.tokens))
+    return table
+
+
+def shown_branches(turns: Sequence[Turn]) -> dict[str, int]:
+    """`branch_counts`, or nothing for an incomplete record."""
+    try:
+        return branch_counts(turns)
+    except CaptureError:
+        return {}
+
+
+def _title(sums: Branches) -> str:
+    if not sums.rollouts:
+        return "no rollout has a recorded turn"
+    each = f"{sums.samples / sums.rollouts:.2f} samples each"
+    if sums.side_samples:
+        each += f", {(sums.samples - sums.side_samples) / sums.rollouts:.2f} without side calls"
+    share = sums.extra / sums.tokens if sums.tokens else 0.0
+    title = f"{sums.rollouts} rollouts, {each}; forks repeat {sums.extra} of {sums.tokens} tokens ({share:.1%})"
+    return title + (f"; {sums.unreadable} with an incomplete record left out" if sums.unreadable else "")

@@ -57,6 +57,8 @@ ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+# What the SDK's tool runner, which asks for a thread first, takes as the sign to send whole conversations.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def parse(body: Json, call: Call) -> ChatRequest:
@@ -120,7 +122,8 @@ def error(problem: RequestError) -> Json:
     message = str(problem)
     if problem.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": NO_THREADS} if problem.param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def stream_error(problem: RequestError) -> bytes:

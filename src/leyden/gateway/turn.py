@@ -113,8 +113,7 @@ class TurnService:
 
     async def _call(self, attempt: Attempt, request: ChatRequest, key: bytes, wire: Json) -> ChatReply:
         self._check_turns(attempt, request.n)
-        for field in request.ignored:
-            self._metrics.ignored.labels(field).inc()
+        self._metrics.ignore(request.protocol, request.ignored)
         kept_wire = wire if self._config.gateway.keep_wire else None
         turn_ids = [
             self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire)

@@ -12,14 +12,17 @@ import pytest
 from leyden.client import control_key, mint
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway import app as gateway_app
-from leyden.protocols import COUNT_ROUTES, ROUTES
+from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.types import Claims, Scope
 from tests.gateway.conftest import SECRET, Gateway, make_config
 
 OPEN = ("/health", "/", "/rollouts/{rollout_id}")
 ALLOWED = {
-    ("GET", "/v1/models"): {Scope.AGENT, Scope.CONTROL},
-    ("GET", "/rollouts/{rollout_id}/v1/models"): {Scope.AGENT, Scope.CONTROL},
+    **{
+        ("GET", prefix + path): {Scope.AGENT, Scope.CONTROL}
+        for prefix in ("", "/rollouts/{rollout_id}")
+        for path, _ in LIST_ROUTES
+    },
     ("POST", "/api/reward"): {Scope.GRADER, Scope.CONTROL},
     ("POST", "/api/events"): {Scope.AGENT, Scope.CONTROL},
 }
@@ -46,7 +49,7 @@ async def test_every_route_with_every_scope(gateway: Gateway) -> None:
     """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
     rollout_id, _ = await gateway.start_rollout()
     served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path not in OPEN]
-    assert len(served) == 21 + 2 * (1 + len(ROUTES) + len(COUNT_ROUTES))
+    assert len(served) == 21 + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
     for method, path in served:
         default = Scope.AGENT if "/v1" in path else Scope.CONTROL
         allowed = ALLOWED.get((method, path), {default})

@@ -37,7 +37,7 @@ from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Entry, Mode
 from leyden.gateway.models import Models
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.turn import Engine, TurnService
-from leyden.protocols import COUNT_ROUTES, ROUTES
+from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.store import Store
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def build(
 
     app = Starlette(
         routes=[
-            *_model_routes(entry, ModelList(secret, config.model.name)),
+            *_model_routes(entry, config.model.name),
             *(Route(path, _health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
             *starlette_routes(api),
         ],
@@ -95,12 +95,12 @@ def build(
     return app
 
 
-def _model_routes(entry: Entry, listing: ModelList) -> list[Route]:
+def _model_routes(entry: Entry, model: str) -> list[Route]:
     """What harnesses call, at the root and under `/rollouts/ID`."""
     served: list[tuple[str, ASGIApp, str]] = [
         *((path, CountEndpoint(counter, entry), "POST") for path, counter in COUNT_ROUTES),
         *((path, ModelEndpoint(protocol, entry), "POST") for path, protocol in ROUTES),
-        ("/v1/models", listing, "GET"),
+        *((path, ModelList(lister, entry.secret, model), "GET") for path, lister in LIST_ROUTES),
     ]
     return [
         Route(prefix + path, endpoint, methods=[method])

@@ -23,8 +23,8 @@ from leyden.gateway.auth import authenticate
 from leyden.gateway.http import ClientGone, is_retry, parse_object, read_body, send_json, start
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.turn import TurnService
-from leyden.protocols import Call, ChatRequest, WireProtocol, openai_chat
-from leyden.protocols.chat import CountProtocol
+from leyden.protocols import Call, ChatRequest, WireProtocol
+from leyden.protocols.chat import CountProtocol, ListProtocol
 from leyden.types import Claims, Json
 from leyden.types import Scope as KeyScope
 
@@ -172,19 +172,19 @@ class CountEndpoint:
 
 
 class ModelList:
-    """GET /v1/models."""
+    """GET of the models that are served: the one of the run."""
 
-    def __init__(self, secret: bytes, name: str) -> None:
+    def __init__(self, protocol: ListProtocol, secret: bytes, name: str) -> None:
+        self._protocol = protocol
         self._secret = secret
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             authenticate(Headers(scope=scope), self._secret, {KeyScope.AGENT, KeyScope.CONTROL})
-            answer: Json = openai_chat.models([self._name])
-            await send_json(send, 200, answer)
+            await send_json(send, 200, self._protocol.models([self._name]))
         except RequestError as error:
-            await send_json(send, error.status, openai_chat.error(error))
+            await send_json(send, error.status, self._protocol.error(error))
 
 
 async def _hang_up(receive: Receive) -> None:

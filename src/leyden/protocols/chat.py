@@ -148,6 +148,13 @@ class CountProtocol(WireProtocol, Protocol):
         """The body that answers a count."""
 
 
+class ListProtocol(WireProtocol, Protocol):
+    """A protocol that also lists models."""
+
+    def models(self, names: list[str]) -> Json:
+        """The body that answers a list."""
+
+
 def digest(value: Any) -> bytes:
     """16 bytes that are equal for equal JSON values, whatever the order of their keys."""
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

@@ -75,7 +75,28 @@ _ANTHROPIC_MESSAGES: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.REFUSED: ("compaction", "thread"),
 }
 
-_GEMINI: dict[FieldClass, tuple[str, ...]] = {}
+_GEMINI: dict[FieldClass, tuple[str, ...]] = {
+    FieldClass.OVERRIDDEN: (
+        *("generationConfig.temperature", "generationConfig.topP", "generationConfig.topK", "generationConfig.seed"),
+        *("generationConfig.presencePenalty", "generationConfig.frequencyPenalty"),
+        *("generationConfig.responseLogprobs", "generationConfig.logprobs"),
+    ),
+    FieldClass.HONOURED: (
+        *("contents", "systemInstruction", "tools", "generationConfig", "generateContentRequest"),
+        *("generationConfig.maxOutputTokens", "generationConfig.stopSequences", "generationConfig.candidateCount"),
+    ),
+    FieldClass.IGNORED: (
+        *("model", "toolConfig", "safetySettings", "labels", "serviceTier", "store", "modelArmorConfig"),
+        *("generationOutputConfig", "generationConfig.imageConfig", "generationConfig.audioTranscriptionConfig"),
+        *("generationConfig.responseMimeType", "generationConfig.responseSchema", "generationConfig.thinkingConfig"),
+        *("generationConfig.responseJsonSchema", "generationConfig.mediaResolution", "generationConfig.speechConfig"),
+        *("generationConfig._responseJsonSchema", "generationConfig.enableEnhancedCivicAnswers"),
+        *("generationConfig.responseFormat", "generationConfig.enableAffectiveDialog"),
+        *("generationConfig.translationConfig",),
+        *("generationConfig.routingConfig", "generationConfig.modelSelectionConfig", "generationConfig.audioTimestamp"),
+    ),
+    FieldClass.REFUSED: ("cachedContent", "continuationToken", "generationConfig.responseModalities"),
+}
 
 _TABLES = {
     "openai-chat": _OPENAI_CHAT,
@@ -102,11 +123,15 @@ _REFUSALS = {
     "background": "a response is made while its caller waits; leave it out",
     "conversation": "no conversations are kept here; send `previous_response_id`, or the whole history as `input`",
     "prompt": "no prompt templates are kept here; send `instructions` and `input`",
+    "cachedContent": "nothing is cached here; send the contents themselves",
+    "continuationToken": "send the contents with the answer so far",
+    "generationConfig.responseModalities": 'only text can be recorded; leave it out or send ["TEXT"]',
     "compaction": "ask for the summary with a message of your own",
     "thread": "send all messages of the conversation",
 }
 _HARMLESS: dict[str, Any] = {
     "modalities": ["text"],
+    "generationConfig.responseModalities": ["TEXT"],
     "background": False,
     "echo": False,
     "suffix": "",

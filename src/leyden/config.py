@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -25,6 +26,9 @@ from leyden.errors import ConfigError
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+_BASE_URL = re.compile(r"[^\s?#@\\]+")
 
 
 class Section(BaseModel):
@@ -71,6 +75,7 @@ class HarnessConfig(Section):
     beside the interpreter `python` (default: Leyden's own) first, then on PATH. With `preload`, that interpreter
     imports the modules once and is forked for each attempt; `command[0]` is then one of its console scripts, or
     `python`.
+    After an infrastructure failure the next attempt waits `retry_backoff_s`, twice as long each time, a minute at most.
     """
 
     command: Annotated[list[str], Field(min_length=1)]
@@ -80,6 +85,7 @@ class HarnessConfig(Section):
     timeout_s: PositiveSeconds = 1800
     max_turns: PositiveInt = 1000
     max_attempts: PositiveInt = 3
+    retry_backoff_s: Annotated[float, Field(ge=0, le=60)] = 1.0
     log_bytes: PositiveInt = 16 * 2**20
 
 
@@ -129,12 +135,44 @@ class GatewayConfig(Section):
     strict_logprobs: bool = False
 
 
+class EngineConfig(Section):
+    """The inference engines, and who turns messages into token ids.
+
+    `urls` are engines that run already, as `http://host:port`; without any, engines register themselves as the
+    trainer's own does. `kind` is what they speak: Leyden's own contract, or vLLM's API; `model` is the name they know
+    the model by, if they serve several. `render: engine` sends the messages to vLLM as they are, for images and for
+    models without a renderer; an update then waits `drain_limit_s` for open calls and makes the rest again after it.
+    """
+
+    kind: Literal["leyden", "vllm"] = "leyden"
+    urls: list[str] = []
+    render: Literal["gateway", "engine"] = "gateway"
+    model: str | None = None
+    health_interval_s: PositiveSeconds = 5
+    drain_limit_s: Annotated[float, Field(ge=0, le=100)] = 30
+
+    @field_validator("urls")
+    @classmethod
+    def _base_urls(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(map(engine_url, value)))
+
+    @model_validator(mode="after")
+    def _only_vllm_renders(self) -> EngineConfig:
+        if self.render == "engine" and self.kind != "vllm":
+            raise ValueError("engine.render: engine needs engine.kind: vllm")
+        return self
+
+
 class ControllerConfig(Section):
-    """Who runs harnesses. `start: false` leaves it to a controller that already runs."""
+    """Who runs harnesses. `start: false` leaves it to a controller that already runs.
+
+    `start_timeout_s` bounds the wait for a place to run; that time does not count against the harness.
+    """
 
     start: bool = True
     backend: Literal["local"] = "local"
     concurrency: PositiveInt = 8
+    start_timeout_s: PositiveSeconds = 600
 
 
 class AlgorithmConfig(Section):
@@ -236,6 +274,7 @@ class RunConfig(Section):
     workspace: WorkspaceConfig = WorkspaceConfig()
     sampling: SamplingConfig = SamplingConfig()
     gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = EngineConfig()
     controller: ControllerConfig = ControllerConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -261,6 +300,27 @@ class RunConfig(Section):
         if self.controller.start is False and self.gateway.url is None:
             raise ValueError("controller.start: false needs gateway.url, or nothing would ever run a harness")
         return self
+
+
+def engine_url(text: str) -> str:
+    """`http://host:port` from a base URL, with or without a scheme, a final slash or `/v1`. Raises ValueError."""
+    scheme, separator, rest = text.rpartition("://")
+    host, _, path = rest.partition("/")
+    if host.count(":") > 1 and not host.startswith("["):
+        address, _, port = host.rpartition(":")
+        raise ValueError(
+            f"{text!r} cannot be told from an address without a port: put an IPv6 address in brackets, "
+            f"[{address}]:{port}"
+        )
+    base = f"{scheme if separator else 'http'}://{host}"
+    try:
+        parts = urlsplit(base)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or not _BASE_URL.fullmatch(rest):
+        raise ValueError(f"{text!r} is not the base URL of an engine; give http://host:port")
+    return base + f"/{path}".rstrip("/").removesuffix("/v1")
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:

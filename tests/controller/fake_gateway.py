@@ -34,6 +34,7 @@ class FakeGateway:
     async def __aenter__(self) -> FakeGateway:
         app = web.Application()
         app.router.add_get("/api/rollouts", self._list)
+        app.router.add_get("/api/controllers", self._controllers)
         app.router.add_get("/api/rollouts/{id}", self._get)
         app.router.add_post("/api/rollouts/{id}/{verb}", self._verb)
         app.router.add_post("/api/reward", self._reward)
@@ -108,6 +109,9 @@ class FakeGateway:
                 pass
         rows = self._newer(*args)
         return web.json_response({"rollouts": rows, "cursor": rows[-1]["change"] if rows else args[0]})
+
+    async def _controllers(self, _request: web.Request) -> web.Response:
+        return web.json_response({"controllers": []})
 
     async def _get(self, request: web.Request) -> web.Response:
         rollout = self.rollouts.get(request.match_info["id"])

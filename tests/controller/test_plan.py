@@ -24,12 +24,13 @@ from leyden.controller.plan import (
     Refresh,
     Report,
     Start,
+    TakeOver,
     next_deadline,
     plan,
 )
 from leyden.types import RolloutState
 
-LIMITS = Limits("me", concurrency=2, timeout_s=100.0, grader_timeout_s=10.0, grader_tries=2)
+LIMITS = Limits("me", concurrency=2, start_timeout_s=60.0, timeout_s=100.0, grader_timeout_s=10.0, grader_tries=2)
 OK = Exit(exit_code=0, signal=None, started=0.0, ended=50.0)
 BAD = replace(OK, exit_code=1)
 
@@ -105,6 +106,38 @@ def test_claimed_attempts_without_a_trace_are_adopted_and_hold_a_slot() -> None:
 def test_after_the_harness(ended: Exit, state: str, fields: dict[str, Any], expected: list[Action]) -> None:
     found = attempt(Phase.EXITED, exit=ended)
     assert planned([found], [rollout(**{"state": state, "attempt": 1} | fields)]) == expected
+
+
+def test_a_void_attempt_is_followed_by_the_next_when_its_pause_is_over() -> None:
+    again = rollout(state="queued", retry_at=62.0)
+    assert planned([], [again], now=61.0) == []
+    assert next_deadline(Observed({}), {"r": again}, LIMITS, 61.0) == 62.0
+    assert planned([], [again], now=62.0) == [Start("r")]
+
+
+def test_an_attempt_that_finds_no_place_is_void_and_its_wait_is_not_the_harness_s() -> None:
+    """Case K06."""
+    waiting = attempt(Phase.STARTING, started=10.0, problem="Unschedulable: 0/1 nodes")
+    assert planned([waiting], [rollout()], now=69.0) == []
+    assert next_deadline(Observed({"r": waiting}), {"r": rollout()}, LIMITS, 69.0) == 70.0
+    (kill,) = planned([waiting], [rollout()], now=70.0)
+    assert kill == Kill("r.1", "not started after 60 s: Unschedulable: 0/1 nodes", "r")
+    ended = attempt(Phase.EXITED, exit=replace(OK, exit_code=None, killed=kill.reason))
+    assert planned([ended], [rollout()], now=70.0) == [Infrastructure("r", f"killed ({kill.reason})")]
+    assert planned([attempt(Phase.RUNNING, started=70.0)], [rollout()], now=169.0) == []
+
+
+def test_a_controller_takes_over_from_one_that_is_gone() -> None:
+    theirs = rollout(controller="other")
+    observed = Observed({}, ("r.1",), frozenset({"other"}))
+    assert plan(Observed({}, ("r.1",)), {"r": theirs}, LIMITS, 60.0) == []
+    assert plan(observed, {"r": theirs}, LIMITS, 60.0) == [TakeOver("r")]
+    assert plan(observed, {"r": rollout()}, LIMITS, 60.0) == [Adopt("r")]
+
+
+def test_an_attempt_that_another_controller_took_over_is_ended_here() -> None:
+    running = attempt(Phase.RUNNING, started=50.0)
+    assert planned([running], [rollout(controller="other")]) == [Kill("r.1", "cancelled", "r")]
 
 
 def test_harness_that_grades_itself_is_finished_after_its_report() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from leyden.errors import Conflict, StoreError, Unauthorized
 from leyden.protocols import ChatRequest
 from leyden.store import Store
+from leyden.store.controllers import LEASE_S
 from leyden.store.database import migrations
 from leyden.store.pack import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from leyden.types import FinishReason, Generation, TurnState, VersionSpan
@@ -66,6 +68,37 @@ def test_only_the_running_attempt_can_open_a_turn(store: Store) -> None:
     store.rollouts.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
     with pytest.raises(Unauthorized):
         store.turns.open(rollout_id, 1, b"k", REQUEST, None)
+
+
+def test_retries_wait_twice_as_long_each_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leyden.store.rollouts.time.time", lambda: 1000.0)
+    rollout_id = running(store)
+    waits = []
+    for attempt in range(1, 10):
+        after = store.rollouts.infrastructure(rollout_id, attempt, "evicted", max_attempts=99, backoff_s=1.0)
+        waits.append(after["retry_at"] - 1000.0)
+        store.rollouts.claim(rollout_id, "c")
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_an_attempt_is_taken_over_only_when_its_controller_s_lease_has_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout_id = running(store)
+    store.controllers.renew("c")
+    with pytest.raises(Conflict, match="lease still holds"):
+        store.rollouts.take_over(rollout_id, 1, "d")
+    now = time.time()
+    monkeypatch.setattr("leyden.store.rollouts.time.time", lambda: now + LEASE_S + 1)
+    monkeypatch.setattr("leyden.store.controllers.time.time", lambda: now + LEASE_S + 1)
+    assert [(c["controller"], c["alive"]) for c in store.controllers.listing()] == [("c", False)]
+    before = store.rollouts.cursor()
+    assert store.rollouts.take_over(rollout_id, 1, "d")["controller"] == "d"
+    assert store.rollouts.cursor() == before + 1
+    with pytest.raises(Conflict):
+        store.rollouts.take_over(rollout_id, 2, "e")
+    store.controllers.renew_all()
+    assert store.controllers.listing()[0]["alive"] is True
 
 
 def test_a_turn_that_outlives_its_attempt_is_not_committed(store: Store) -> None:

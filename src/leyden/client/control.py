@@ -75,9 +75,10 @@ class ControlClient:
         wait_s: float = 0.0,
         limit: int = 1000,
         tasks: bool = True,
+        controller: str | None = None,
     ) -> tuple[list[Rollout], int]:
         """Rollouts changed after the cursor, oldest change first, and the next cursor. Waits up to `wait_s`
-        for one.
+        for one. Naming a `controller` renews its lease.
         """
         query = {
             "after": after,
@@ -85,6 +86,7 @@ class ControlClient:
             "wait_s": wait_s,
             "limit": limit,
             "tasks": None if tasks else 0,
+            "controller": controller,
         }
         answer = await self._json("GET", "/api/rollouts", query=query, wait_s=wait_s)
         return [Rollout.from_json(r) for r in answer["rollouts"]], int(answer["cursor"])
@@ -96,6 +98,16 @@ class ControlClient:
         """queued -> running as the next attempt. 409 if it is not queued any more."""
         answer = await self._json("POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
         return Claim(Rollout.from_json(answer["rollout"]), answer["agent_key"])
+
+    async def controllers(self) -> dict[str, bool]:
+        """Controllers that were ever seen, and whether their leases hold."""
+        answer = await self._json("GET", "/api/controllers")
+        return {c["controller"]: c["alive"] for c in answer["controllers"]}
+
+    async def take_over(self, rollout_id: str, attempt: int, controller: str) -> Rollout:
+        """Make `controller` responsible for an attempt whose own controller is gone. 409 if it is not."""
+        body = {"attempt": attempt, "controller": controller}
+        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/take-over", body))
 
     async def exit(
         self, rollout_id: str, attempt: int, *, exit_code: int | None, timed_out: bool, reason: str | None

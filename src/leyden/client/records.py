@@ -13,6 +13,7 @@ class Rollout:
     """One rollout as the gateway sees it. Times are Unix seconds; `change` grows with every state change.
 
     `task` is empty if the answer was asked for without tasks. `forks` counts branches by cause.
+    A queued rollout may be claimed from `retry_at` on.
     """
 
     rollout_id: str
@@ -41,6 +42,7 @@ class Rollout:
     finished: float | None = None
     sampling: Json | None = None
     controller: str | None = None
+    retry_at: float = 0.0
 
     @classmethod
     def from_json(cls, data: Json) -> Rollout:
@@ -73,6 +75,7 @@ class Rollout:
             finished=data.get("finished"),
             sampling=data.get("sampling"),
             controller=data.get("controller"),
+            retry_at=data.get("retry_at", 0.0),
         )
 
 

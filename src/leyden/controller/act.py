@@ -29,6 +29,7 @@ from leyden.controller.plan import (
     Refresh,
     Report,
     Start,
+    TakeOver,
 )
 from leyden.errors import GatewayError, LaunchError
 from leyden.types import FailureClass, RolloutState
@@ -76,6 +77,9 @@ class Actor:
         match action:
             case Start(rollout_id):
                 await self._start(rollout_id)
+            case TakeOver(rollout_id):
+                number = self.board.rollouts[rollout_id].attempt
+                self.board.absorb([await self.client.take_over(rollout_id, number, self.controller_id)])
             case Report(rollout_id):
                 await self._report(self.board.attempts[rollout_id])
             case Grade(rollout_id, number):

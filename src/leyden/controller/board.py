@@ -11,12 +11,14 @@ from leyden.controller.plan import Attempt, Observed, Phase
 
 
 class Board:
-    """Rollouts by id as the gateway last described them, attempts by rollout id as they stand here."""
+    """Rollouts by id as the gateway last described them, attempts by rollout id as they stand here, and the
+    controllers that are gone."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, Rollout] = {}
         self.attempts: dict[str, Attempt] = {}
         self.grader_keys: dict[str, str] = {}
+        self.gone: frozenset[str] = frozenset()
 
     def absorb(self, rollouts: Iterable[Rollout]) -> None:
         """Take over newer descriptions; a finished rollout that nothing runs for is dropped."""
@@ -28,7 +30,7 @@ class Board:
                     del self.rollouts[rollout.rollout_id]
 
     def observed(self, jobs: Iterable[str]) -> Observed:
-        return Observed(self.attempts, tuple(jobs))
+        return Observed(self.attempts, tuple(jobs), self.gone)
 
     def change(self, rollout_id: str, **fields: object) -> None:
         """Replace fields of an attempt, if it is still there."""

@@ -28,7 +28,19 @@ from leyden.controller.backends.base import Events
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.board import Board
 from leyden.controller.jobs import Exit
-from leyden.controller.plan import Action, Adopt, Attempt, Kill, Limits, Phase, Start, is_current, next_deadline, plan
+from leyden.controller.plan import (
+    Action,
+    Adopt,
+    Attempt,
+    Kill,
+    Limits,
+    Phase,
+    Start,
+    TakeOver,
+    is_current,
+    next_deadline,
+    plan,
+)
 from leyden.errors import GatewayError
 from leyden.types import RolloutState
 
@@ -37,7 +49,7 @@ RESYNC_S = 30.0
 STOP_ACTIONS_S = 5.0
 STOP_REPORT_S = 10.0
 PAGE = 1000
-LIVE = (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING)
+WANTED = (RolloutState.QUEUED, RolloutState.RUNNING, RolloutState.GRADING)
 
 
 async def run_controller(config: RunConfig, url: str, key: str, controller_id: str, *, stop: asyncio.Event) -> None:
@@ -76,6 +88,7 @@ def limits(config: RunConfig, controller_id: str) -> Limits:
     return Limits(
         controller_id=controller_id,
         concurrency=config.controller.concurrency,
+        start_timeout_s=config.controller.start_timeout_s,
         timeout_s=config.harness.timeout_s,
         grader_timeout_s=config.grader.timeout_s,
         grader_tries=0 if config.grader.harness else config.grader.max_tries,
@@ -118,7 +131,12 @@ class Controller:
         while True:
             try:
                 rollouts, cursor = await self._actor.client.rollouts(
-                    after=cursor, states=RolloutState, wait_s=RESYNC_S, limit=PAGE, tasks=False
+                    after=cursor,
+                    states=RolloutState,
+                    wait_s=RESYNC_S,
+                    limit=PAGE,
+                    tasks=False,
+                    controller=self._limits.controller_id,
                 )
                 self._board.absorb(rollouts)
                 if time.monotonic() > synced + RESYNC_S:
@@ -135,13 +153,15 @@ class Controller:
         """
         cursor, live = 0, set()
         while True:
-            rollouts, cursor = await self._actor.client.rollouts(after=cursor, states=LIVE, limit=PAGE, tasks=False)
+            rollouts, cursor = await self._actor.client.rollouts(after=cursor, states=WANTED, limit=PAGE, tasks=False)
             self._board.absorb(rollouts)
             live |= {r.rollout_id for r in rollouts}
             if len(rollouts) < PAGE:
                 break
         for rollout_id in [i for i, r in self._board.rollouts.items() if not r.state.terminal and i not in live]:
             self._board.absorb([await self._actor.client.rollout(rollout_id)])
+        leases = await self._actor.client.controllers()
+        self._board.gone = frozenset(name for name, alive in leases.items() if not alive)
         self._wake.set()
         return cursor
 
@@ -170,8 +190,8 @@ class Controller:
                 self._wake.set()
             case Kill():
                 self._actor.kill(action)
-            case Start(rollout_id):
-                self._board.attempts[rollout_id] = Attempt(rollout_id, 0, Phase.STARTING, busy=True)
+            case Start(rollout_id) | TakeOver(rollout_id):
+                self._board.attempts[rollout_id] = Attempt(rollout_id, 0, Phase.STARTING, time.time(), busy=True)
                 self._spawn(action)
             case _:
                 self._board.change(action.rollout_id, busy=True)
@@ -200,7 +220,7 @@ class Controller:
     async def _give_back(self, attempt: Attempt) -> None:
         rollout = self._board.rollouts.get(attempt.rollout_id)
         try:
-            if is_current(attempt, rollout):
+            if is_current(attempt, rollout, self._limits.controller_id):
                 await self._actor.client.give_back(attempt.rollout_id, attempt.attempt, "the controller was stopped")
             await self._actor.forget(attempt)
         except GatewayError as error:

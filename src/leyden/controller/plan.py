@@ -22,11 +22,13 @@ from leyden.client.records import Rollout
 from leyden.controller.jobs import CANCELLED, TIMEOUT, Exit, grader_job, harness_job
 from leyden.types import RolloutState
 
+LIVE = (RolloutState.RUNNING, RolloutState.GRADING)
+
 
 class Phase(StrEnum):
     """Where an attempt of this machine stands."""
 
-    STARTING = "starting"
+    STARTING = "starting"  # and, where that takes time, waiting for a place to run
     RUNNING = "running"
     EXITED = "exited"
     GRADING = "grading"
@@ -38,8 +40,9 @@ class Phase(StrEnum):
 class Attempt:
     """One attempt as this machine sees it. Times are Unix seconds.
 
-    `started` is the start of the harness, later of the grader; `tries` counts graders started; `refreshed` is
-    when the gateway's record was last read on purpose; `problem` says why an attempt is lost.
+    `started` is the start of the harness, later of the grader, and of the wait while it is STARTING; `tries` counts
+    graders started; `refreshed` is when the gateway's record was last read on purpose; `problem` says why an attempt is
+    lost, or still waits.
     """
 
     rollout_id: str
@@ -64,10 +67,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """This machine: attempts by rollout id, and the ids of all jobs that run."""
+    """What runs: attempts by rollout id, the ids of all jobs, and the controllers whose leases have ended."""
 
     attempts: Mapping[str, Attempt]
     jobs: Iterable[str] = ()
+    gone: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Limits:
 
     controller_id: str
     concurrency: int
+    start_timeout_s: float
     timeout_s: float
     grader_timeout_s: float
     grader_tries: int
@@ -91,6 +96,13 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Adopt:
     """Find out on this machine how an attempt stands that an earlier controller started."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Become responsible for an attempt whose controller is gone; then adopt it."""
 
     rollout_id: str
 
@@ -144,7 +156,7 @@ class Forget:
     rollout_id: str
 
 
-Action = Start | Adopt | Report | Grade | Finish | Infrastructure | Refresh | Kill | Forget
+Action = Start | Adopt | TakeOver | Report | Grade | Finish | Infrastructure | Refresh | Kill | Forget
 
 
 def plan(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now: float) -> list[Action]:
@@ -153,11 +165,14 @@ def plan(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now
     for attempt in observed.attempts.values():
         if not attempt.busy:
             actions += _next(attempt, desired.get(attempt.rollout_id), limits, now)
-    adoptable = [r for r in desired.values() if _is_mine(r, limits) and r.rollout_id not in observed.attempts]
+    others = [r for r in desired.values() if r.rollout_id not in observed.attempts]
+    live = [r for r in others if r.state in LIVE]
+    adoptable = [r for r in live if r.controller == limits.controller_id]
     actions += [Adopt(r.rollout_id) for r in adoptable]
-    actions += _strays(observed, adoptable)
+    actions += [TakeOver(r.rollout_id) for r in live if r.controller in observed.gone]
+    actions += _strays(observed, live)
     free = limits.concurrency - len(observed.attempts) - len(adoptable)
-    waiting = [r for r in desired.values() if r.state is RolloutState.QUEUED and r.rollout_id not in observed.attempts]
+    waiting = [r for r in others if r.state is RolloutState.QUEUED and r.retry_at <= now]
     waiting.sort(key=lambda r: (r.created, r.step, r.slot, r.member))
     actions += [Start(r.rollout_id) for r in waiting[: max(0, free)]]
     return actions
@@ -166,14 +181,15 @@ def plan(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now
 def next_deadline(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now: float) -> float | None:
     """When, after `now`, `plan` may answer something else although nothing happened; None if never."""
     times = [_deadline(a, desired.get(a.rollout_id), limits) for a in observed.attempts.values() if not a.killing]
+    times += [r.retry_at for r in desired.values() if r.state is RolloutState.QUEUED]
     return min((t for t in times if t is not None and t > now), default=None)
 
 
 def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float) -> list[Action]:
-    if not is_current(attempt, rollout):
+    if not is_current(attempt, rollout, limits.controller_id):
         return _abandon(attempt)
     assert rollout is not None
-    if attempt.phase in (Phase.RUNNING, Phase.GRADING):
+    if attempt.phase in (Phase.STARTING, Phase.RUNNING, Phase.GRADING):
         return _watch(attempt, rollout, limits, now)
     if attempt.phase is Phase.EXITED:
         return _after_harness(attempt, rollout, limits)
@@ -184,20 +200,19 @@ def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float)
     return []
 
 
-def is_current(attempt: Attempt, rollout: Rollout | None) -> bool:
-    """Whether the gateway still counts on this attempt."""
-    live = (RolloutState.RUNNING, RolloutState.GRADING)
-    return rollout is not None and rollout.state in live and rollout.attempt == attempt.attempt
-
-
-def _is_mine(rollout: Rollout, limits: Limits) -> bool:
-    live = (RolloutState.RUNNING, RolloutState.GRADING)
-    return rollout.state in live and rollout.controller == limits.controller_id
+def is_current(attempt: Attempt, rollout: Rollout | None, controller_id: str) -> bool:
+    """Whether the gateway still counts on this attempt, and on this controller for it."""
+    return (
+        rollout is not None
+        and rollout.state in LIVE
+        and rollout.attempt == attempt.attempt
+        and rollout.controller == controller_id
+    )
 
 
 def _abandon(attempt: Attempt) -> list[Action]:
     """The gateway has no use for this attempt: end what runs, then clean up."""
-    if attempt.phase in (Phase.RUNNING, Phase.GRADING):
+    if attempt.phase in (Phase.STARTING, Phase.RUNNING, Phase.GRADING):
         return [] if attempt.killing else [Kill(attempt.job_id, CANCELLED, attempt.rollout_id)]
     return [Forget(attempt.rollout_id)]
 
@@ -207,12 +222,17 @@ def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> li
     deadline = _deadline(attempt, rollout, limits)
     if attempt.killing or deadline is None or now < deadline:
         return []
+    if attempt.phase is Phase.STARTING:
+        why = f"not started after {now - attempt.started:.0f} s: {attempt.problem}"
+        return [Kill(attempt.job_id, why, attempt.rollout_id)]
     if attempt.phase is Phase.RUNNING and attempt.refreshed < deadline:
         return [Refresh(attempt.rollout_id)]
     return [Kill(attempt.job_id, TIMEOUT, attempt.rollout_id)]
 
 
 def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> float | None:
+    if attempt.phase is Phase.STARTING:
+        return attempt.started + limits.start_timeout_s
     if attempt.phase is Phase.RUNNING:
         return attempt.started + limits.timeout_s + (rollout.held_s if rollout else 0.0)
     if attempt.phase is Phase.GRADING:
@@ -244,9 +264,9 @@ def _after_grader(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Ac
     return [Infrastructure(attempt.rollout_id, why)]
 
 
-def _strays(observed: Observed, adoptable: list[Rollout]) -> list[Action]:
-    """Jobs that belong to no attempt that this controller knows or will adopt."""
+def _strays(observed: Observed, live: list[Rollout]) -> list[Action]:
+    """Jobs that belong to no attempt that this controller knows, and to no live one of any controller."""
     known = {(a.rollout_id, a.attempt) for a in observed.attempts.values()}
-    known |= {(r.rollout_id, r.attempt) for r in adoptable}
+    known |= {(r.rollout_id, r.attempt) for r in live}
     prefixes = {harness_job(*key) for key in known}
     return [Kill(job, CANCELLED) for job in observed.jobs if job.partition(".grade")[0] not in prefixes]

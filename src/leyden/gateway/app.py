@@ -56,6 +56,7 @@ def build(
     """The ASGI application on the run folder's store. Tests inject an engine, a renderer or a shorter keep-alive."""
     feed = Feed()
     store = Store(config.run_dir / "store.sqlite", feed.notify)
+    store.controllers.renew_all()
     lost = store.turns.lose_open()
     if lost:
         log.warning("%d model calls were open when the gateway stopped; their attempts will be run again", lost)

@@ -65,6 +65,10 @@ class ClaimBody(_Body):
     controller: str = Field(min_length=1, max_length=200)
 
 
+class TakeOverBody(ClaimBody):
+    attempt: int = Field(ge=1)
+
+
 class ExitBody(_Body):
     attempt: int
     exit_code: int | None = None
@@ -148,6 +152,8 @@ class ControlApi:
         limit = min(_integer(query.get("limit"), "limit") or 1000, MOST_ROLLOUTS)
         states = _states(query.get("states"))
         deadline = time.monotonic() + min(_number(query.get("wait_s"), "wait_s"), LONGEST_POLL_S)
+        if controller := query.get("controller"):
+            self.store.controllers.renew(controller)
         while True:
             newest = self.store.rollouts.cursor()
             rows = self.store.rollouts.after(after, states, limit, tasks=query.get("tasks") != "0")
@@ -164,8 +170,17 @@ class ControlApi:
 
     async def claim(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, ClaimBody)
+        self.store.controllers.renew(body.controller)
         rollout = self.store.rollouts.claim(_rollout_id(request), body.controller)
         return {"rollout": rollout, "agent_key": self._key(Scope.AGENT, rollout, self.config.harness.timeout_s)}
+
+    async def list_controllers(self, _request: Request, _: Claims) -> Json:
+        return {"controllers": self.store.controllers.listing()}
+
+    async def take_over(self, request: Request, _: Claims) -> Json:
+        body = await self._body(request, TakeOverBody)
+        self.store.controllers.renew(body.controller)
+        return self.store.rollouts.take_over(_rollout_id(request), body.attempt, body.controller)
 
     async def exit(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, ExitBody)
@@ -173,9 +188,7 @@ class ControlApi:
         incomplete = self.store.rollouts.incomplete(rollout_id, body.attempt)
         self.turns.attempts.drop(rollout_id, body.attempt)
         if incomplete:
-            rollout = self.store.rollouts.infrastructure(
-                rollout_id, body.attempt, f"incomplete: {incomplete}", self.config.harness.max_attempts
-            )
+            rollout = self._void(rollout_id, body.attempt, f"incomplete: {incomplete}")
             return {"rollout": rollout, "grader_key": None}
         rollout = self.store.rollouts.exit(
             rollout_id, body.attempt, exit_code=body.exit_code, timed_out=body.timed_out, reason=body.reason
@@ -187,19 +200,21 @@ class ControlApi:
         rollout = self.store.rollouts.get(_rollout_id(request))
         if rollout["attempt"] == body.attempt and rollout["reward"] is None and rollout["state"] == "grading":
             reason = f"no reward: {body.reason}" if body.reason else "no reward"
-            return self.store.rollouts.infrastructure(
-                rollout["rollout_id"], body.attempt, reason, self.config.harness.max_attempts
-            )
+            return self._void(rollout["rollout_id"], body.attempt, reason)
         return self.store.rollouts.finish(rollout["rollout_id"], body.attempt, body.reason)
 
     async def infrastructure(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, FailureBody)
         rollout_id = _rollout_id(request)
-        rollout = self.store.rollouts.infrastructure(
-            rollout_id, body.attempt, body.reason, self.config.harness.max_attempts
-        )
+        rollout = self._void(rollout_id, body.attempt, body.reason)
         self.turns.attempts.drop(rollout_id, body.attempt)
         return rollout
+
+    def _void(self, rollout_id: str, attempt: int, reason: str) -> Json:
+        harness = self.config.harness
+        return self.store.rollouts.infrastructure(
+            rollout_id, attempt, reason, harness.max_attempts, harness.retry_backoff_s
+        )
 
     async def give_back(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, FailureBody)
@@ -290,6 +305,8 @@ def routes(api: ControlApi) -> list[tuple[str, str, Handler, frozenset[Scope]]]:
         ("GET", "/api/rollouts", api.list_rollouts, CONTROL),
         ("GET", "/api/rollouts/{rollout_id}", api.get_rollout, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/claim", api.claim, CONTROL),
+        ("POST", "/api/rollouts/{rollout_id}/take-over", api.take_over, CONTROL),
+        ("GET", "/api/controllers", api.list_controllers, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/exit", api.exit, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/finish", api.finish, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/infrastructure", api.infrastructure, CONTROL),

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from leyden.store.controllers import Controllers
 from leyden.store.database import connect
 from leyden.store.rollouts import Rollouts, reward_value
 from leyden.store.turns import StoredTurn, Turns
@@ -23,13 +24,17 @@ __all__ = ["Rollouts", "Store", "StoredTurn", "Turns", "reward_value"]
 
 
 class Store:
-    """`rollouts` and `turns` by their tables, and the registered models. `changed` is called after each change."""
+    """`rollouts`, `turns` and `controllers` by their tables, and the registered models.
+
+    `changed` is called after each change of a rollout.
+    """
 
     def __init__(self, path: Path, changed: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._db = connect(path)
         self.rollouts = Rollouts(self._db, changed)
         self.turns = Turns(self._db)
+        self.controllers = Controllers(self._db)
 
     def close(self) -> None:
         self._db.close()

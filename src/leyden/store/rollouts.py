@@ -15,9 +15,11 @@ from typing import Any
 import orjson
 
 from leyden.errors import Conflict, NotFound, Unprocessable
+from leyden.store.controllers import LEASE_S
 from leyden.store.database import transaction
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState
 
+LONGEST_BACKOFF_S = 60.0
 _ROLLOUT = """
 SELECT r.*, g.kind, g.step, g.slot, g.task, g.sampling, a.controller, a.started, a.exit_code, a.timed_out,
        a.reward, a.held_s, a.turns, a.sampled_tokens, a.min_version, a.max_version
@@ -124,6 +126,20 @@ class Rollouts:
             )
         return self._announce(rollout_id)
 
+    def take_over(self, rollout_id: str, attempt: int, controller: str) -> Json:
+        """The running attempt of a controller whose lease has ended belongs to `controller` from now on."""
+        with transaction(self._db):
+            done = self._db.execute(
+                "UPDATE attempts SET controller = ? WHERE rollout_id = ? AND attempt = ? "
+                "AND controller NOT IN (SELECT controller FROM controllers WHERE seen > ?) AND EXISTS (SELECT 1 "
+                "FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state IN ('running', 'grading'))",
+                (controller, rollout_id, attempt, time.time() - LEASE_S, rollout_id, attempt),
+            )
+            if done.rowcount == 0:
+                raise Conflict(f"attempt {attempt} of {rollout_id} is over, or its controller's lease still holds")
+            self._touch(rollout_id)
+        return self._announce(rollout_id)
+
     def exit(
         self, rollout_id: str, attempt: int, *, exit_code: int | None, timed_out: bool, reason: str | None
     ) -> Json:
@@ -160,17 +176,26 @@ class Rollouts:
             )
         return self._announce(rollout_id)
 
-    def infrastructure(self, rollout_id: str, attempt: int, reason: str, max_attempts: int) -> Json:
-        """The attempt is void: queued again while attempts remain, else failed and never scored."""
+    def infrastructure(
+        self, rollout_id: str, attempt: int, reason: str, max_attempts: int, backoff_s: float = 0.0
+    ) -> Json:
+        """The attempt is void: queued again while attempts remain, else failed and never scored.
+
+        The n-th retry is due after `backoff_s` 2^(n-1) seconds, LONGEST_BACKOFF_S at most.
+        """
         with transaction(self._db):
             self._move(
                 rollout_id,
                 "state = CASE WHEN attempt - spared < ? THEN 'queued' ELSE 'failed' END, "
                 "failure = CASE WHEN attempt - spared < ? THEN NULL ELSE 'infrastructure' END, "
-                "finished = CASE WHEN attempt - spared < ? THEN NULL ELSE ? END, reason = ?",
+                "finished = CASE WHEN attempt - spared < ? THEN NULL ELSE ? END, reason = ?, "
+                "retry_at = ? + MIN(?, ? * (1 << MIN(attempt - spared - 1, 20)))",
                 "state IN ('running', 'grading') AND attempt = ?",
                 attempt,
-                values=(max_attempts, max_attempts, max_attempts, time.time(), reason),
+                values=(
+                    *(max_attempts, max_attempts, max_attempts, time.time(), reason),
+                    *(time.time(), LONGEST_BACKOFF_S, backoff_s),
+                ),
             )
             self._close_turns(rollout_id)
         return self._announce(rollout_id)

@@ -109,7 +109,7 @@ VALID: dict[str, dict[str, Any]] = {
 
 def url_of(path: str) -> str:
     """A route's path with something for each of its variables."""
-    return path.replace("{model}", "m")
+    return path.replace("{model:path}", "m").replace("{method}", "generateContent")
 
 
 def is_error(protocol: str, answer: Any, status: int) -> bool:

@@ -25,7 +25,7 @@ COUNTERS = {protocol.PROTOCOL: protocol for _, protocol in COUNT_ROUTES}
 NAMES = sorted(PROTOCOLS)
 ASSISTANT = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": []}
 RECALL = Remembered({1: ASSISTANT}, {1: [{"role": "user", "content": "hi"}]})
-CALL = Call({"model": "m"}, RECALL)
+CALL = Call({"model": "m", "method": "generateContent"}, RECALL)
 
 QUICK = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check base bench-learning bench-gateway bench-launch clean
+.PHONY: help demo test test-fast kube check base bench-learning bench-gateway bench-launch clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -11,6 +11,7 @@ DEMO := examples/micro_swe
 help:
 	@echo "make demo             train a tiny model through the unmodified mini-swe-agent (about 10 minutes, 2 cores)"
 	@echo "make test             all tests"
+	@echo "make kube             tests on a real Kubernetes cluster: a local one (root, Debian 12), or that of KUBECONFIG"
 	@echo "make check            lint, types, layers"
 	@echo "make base             make the demo's base model again ($(DEMO)/base)"
 	@echo "make bench-learning   the demo's training at full length, three seeds"
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "not slow"
+
+kube: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m kube tests/kube
 
 check: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check

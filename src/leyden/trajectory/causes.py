@@ -26,6 +26,7 @@ class ForkCause(StrEnum):
 
     REPLY_*, REASONING_DROPPED   the harness left a sampled reply out, changed it, or left its reasoning out
     TEMPLATE                     the chat template leaves earlier reasoning out
+    RERENDERED                   the engine renders the reply to other ids than were sampled
     LATE_SYSTEM                  the chat template shows system messages at the beginning alone
     NOT_CLOSED                   the template shows the sampled reply otherwise: it stopped inside its reasoning
     STOP_STRING                  the reply ended by a stop string, so its text ends before its ids
@@ -42,6 +43,7 @@ class ForkCause(StrEnum):
     REPLY_REWRITTEN = "reply_rewritten"
     REASONING_DROPPED = "reasoning_dropped_by_harness"
     TEMPLATE = "reasoning_dropped_by_template"
+    RERENDERED = "rerendered_by_engine"
     LATE_SYSTEM = "late_system_message"
     NOT_CLOSED = "reasoning_not_closed"
     STOP_STRING = "stop_string"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,17 +79,17 @@ def _plain(value: Any) -> Any:
         return {name: _plain(item) for name, item in value.items()}
     if kind is list:
         return [_plain(item) for item in value]
-    if kind is int:
-        return value if -EXACT_INTEGERS <= value <= EXACT_INTEGERS else _double(value)
-    if kind is float:
-        return int(value) if value.is_integer() and abs(value) <= EXACT_INTEGERS else _double(value)
-    return value
+    return _number(value) if kind in (int, float) else value
 
 
-def _double(value: float) -> float | str | None:
-    """None for what JSON has no word for, as JavaScript writes it."""
+def _number(value: float) -> float | None:
+    """As JavaScript writes it: null for what is no finite double."""
+    if isinstance(value, int) and -EXACT_INTEGERS <= value <= EXACT_INTEGERS:
+        return value
     try:
         double = float(value)
     except OverflowError:
         return None
-    return double if abs(double) < float("inf") else None
+    if not math.isfinite(double):
+        return None
+    return int(double) if abs(double) <= EXACT_INTEGERS and double.is_integer() else double

@@ -1,4 +1,4 @@
-"""Run real harnesses through the gateway: `python -m tests.harnesses [--smoke] [--run plain ...] [NAME ...]`.
+"""Run real harnesses through the gateway: `python -m tests.harnesses [--smoke] [--run plain] [NAME ...]`.
 
 Without names: all launchers and their variants plainly, then all launchers with faults between gateway and engine, then
 all launchers with a pause in the middle. Prints a table, writes build/harnesses.json, keeps what each harness printed
@@ -28,24 +28,26 @@ from tests.harnesses.run import Mode, Outcome, Setup, make_repository, run
 from tests.qwen_tokenizers import qwen_tokenizer_folder
 
 BUILD = Path(__file__).parents[2] / "build"
+AT_ONCE = 8
 KEPT_VARIABLES = ("HOME", "LANG", "PATH")
 Job = tuple[Case, Mode]
 
 
 def main() -> None:
-    jobs = chosen(arguments())
+    options = arguments()
+    jobs = chosen(options)
     missing = install(sorted({case.package for case, _ in jobs}))
     skipped = {case.name: missing[case.package] for case, _ in jobs if case.package in missing}
     jobs = [(case, mode) for case, mode in jobs if case.name not in skipped]
-    model = qwen_tokenizer_folder("qwen3")
     if not leave_network():
         print("the kernel gives no network of its own: harnesses may try to reach the internet")
+    model = qwen_tokenizer_folder("qwen3")
     scratch = Path(tempfile.mkdtemp(prefix="leyden-harnesses-"))
     try:
         clean_environment(scratch)
         make_repository(scratch / "repository")
         renderer = ModelRenderer(str(model), "qwen3", "template")
-        setup = Setup(model, engine.load(model), renderer, scratch, BUILD / "harnesses")
+        setup = Setup(model, engine.load(model), renderer, scratch, BUILD / "harnesses", options.pause_s)
         outcomes = asyncio.run(run_all(jobs, setup))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -60,9 +62,8 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.harnesses", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="launchers or variants; all if none is given")
-    parser.add_argument(
-        "--run", nargs="+", choices=["plain", "faults", "pause"], help="which runs; all three if absent"
-    )
+    parser.add_argument("--run", action="append", choices=["plain", "faults", "pause"], help="all three if absent")
+    parser.add_argument("--pause-s", type=float, default=60.0, help="length of the pause, seconds")
     parser.add_argument("--smoke", action="store_true", help=f"{', '.join(SMOKE)} plainly, and mini with faults")
     return parser.parse_args()
 
@@ -92,8 +93,19 @@ def clean_environment(scratch: Path) -> None:
 
 
 async def run_all(jobs: Sequence[Job], setup: Setup) -> list[Outcome]:
-    slots = asyncio.Semaphore(os.cpu_count() or 1)
-    return list(await asyncio.gather(*(run(case, setup, mode, slots) for case, mode in jobs)))
+    """As many at once as there are CPUs, to a point. A line for each that ends."""
+    slots = asyncio.Semaphore(min(os.cpu_count() or 1, AT_ONCE))
+
+    async def one(case: Case, mode: Mode) -> Outcome:
+        try:
+            outcome = await run(case, setup, mode, slots)
+        except Exception as error:
+            outcome = Outcome.broken(case.name, mode, f"{type(error).__name__}: {error}")
+        verdict = "; ".join(report.problems(case, outcome)) or "ok"
+        print(f"{outcome.seconds:6.1f} s  {case.name} ({mode}): {verdict}", flush=True)
+        return outcome
+
+    return list(await asyncio.gather(*(one(case, mode) for case, mode in jobs)))
 
 
 if __name__ == "__main__":

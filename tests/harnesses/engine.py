@@ -23,7 +23,7 @@ STOP = "<|im_end|>"
 class Engine:
     """Answers `POST /generate`. The first calls of each prompt end in `faults`, in that order.
 
-    `answered` is set once a reply was given.
+    `answered` is set once a reply was given; `answered_with` has the ids given to each prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, says: Says, faults: Sequence[Fault] = ()) -> None:
@@ -33,6 +33,7 @@ class Engine:
         self._faults = faults
         self._asked: Counter[tuple[int, ...]] = Counter()
         self.faults_given = 0
+        self.answered_with: dict[tuple[int, ...], list[int]] = {}
         self.answered = asyncio.Event()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -43,6 +44,7 @@ class Engine:
         if self._asked[prompt] <= len(self._faults):
             self.faults_given += 1
             return await self._fail(request, self._faults[self._asked[prompt] - 1], answer)
+        self.answered_with[prompt] = answer["token_ids"]
         self.answered.set()
         return web.json_response(answer)
 

@@ -12,7 +12,20 @@ from rich.table import Table
 from tests.harnesses.cases import Case
 from tests.harnesses.run import FAULTS, Outcome
 
-COLUMNS = ("harness", "run", "finished", "protocol", "streamed", "turns", "side", "samples", "forks", "ids = log-probs")
+SHORTEST_HOLD_S = 30.0
+COLUMNS = (
+    "harness",
+    "run",
+    "finished",
+    "protocol",
+    "streamed",
+    "turns",
+    "side",
+    "samples",
+    "forks",
+    "ids = log-probs",
+    "ids exact",
+)
 
 
 def problems(case: Case, outcome: Outcome) -> list[str]:
@@ -25,18 +38,21 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
         "forks": dict(case.forks),
         "samples": 1 + sum(case.forks.values()),
         "counts_equal": True,
+        "exact": True,
         "refused": [],
         "faults": case.turns * len(FAULTS) if outcome.mode == "faults" else 0,
     }
     found = asdict(outcome)
     wrong = [f"{name} {found[name]}, not {value}" for name, value in expected.items() if found[name] != value]
+    if outcome.mode == "pause" and outcome.held_s < SHORTEST_HOLD_S:
+        wrong.append(f"held for {outcome.held_s} s only")
     if not outcome.finished:
         wrong.insert(0, f"not finished: exit code {outcome.exit_code}, reward {outcome.reward}, {outcome.reason}")
     return wrong
 
 
 def table(outcomes: Iterable[tuple[Case, Outcome]]) -> Table:
-    made = Table(*COLUMNS, "seconds", "differs from what is expected", box=None, pad_edge=False)
+    made = Table(*COLUMNS, box=None, pad_edge=False)
     for case, outcome in outcomes:
         made.add_row(
             outcome.name,
@@ -49,6 +65,7 @@ def table(outcomes: Iterable[tuple[Case, Outcome]]) -> Table:
             str(outcome.samples),
             ", ".join(f"{cause} {count}" for cause, count in outcome.forks.items()) or "-",
             _word(outcome.counts_equal),
+            _word(outcome.exact),
             f"{outcome.seconds:.1f}",
             "; ".join(problems(case, outcome)),
         )

@@ -86,7 +86,7 @@ class Gateway:
         return await self.client.turns([rollout_id])
 
 
-def make_config(tmp_path: Path, model: Path, **sections: Any) -> RunConfig:
+def make_config(tmp_path: Path, model: Path, /, **sections: Any) -> RunConfig:
     document: dict[str, Any] = {
         "run_dir": str(tmp_path / "run"),
         "model": {"path": str(model), "renderer": "qwen3", "context_tokens": 2000},
@@ -108,7 +108,7 @@ async def serving(
     app = build(config, SECRET, renderer=renderer, engine=engine, keep_alive_s=keep_alive_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with ControlClient(url, control_key(SECRET)) as client:

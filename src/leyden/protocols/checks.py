@@ -46,7 +46,7 @@ def loads(text: str | bytes) -> tuple[Any, int]:
         if not halves:
             raise
         value = orjson.loads(whole)
-    if _too_deep(value):
+    if _opened(text) > MAX_DEPTH and _too_deep(value):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     return value, halves
 
@@ -184,6 +184,13 @@ def _without_halves(text: str | bytes) -> tuple[str, int]:
     except UnicodeDecodeError:
         return "", 0
     return _SURROGATES.sub(whole, decoded), halves
+
+
+def _opened(text: str | bytes) -> int:
+    """How many brackets a text opens: it nests no deeper, and most never come near the limit."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
 
 
 def _too_deep(value: Any) -> bool:

@@ -21,6 +21,7 @@ import orjson
 from leyden.types import Json
 
 EXACT_INTEGERS = 2**53
+KEY_BYTES = 16
 
 
 def message_key(message: Json, *, reasoning: bool = True) -> bytes:
@@ -38,7 +39,7 @@ def message_key(message: Json, *, reasoning: bool = True) -> bytes:
 
 
 def extend_key(key: bytes, message: Json) -> bytes:
-    return hashlib.blake2b(key + message_key(message), digest_size=16).digest()
+    return hashlib.sha256(key + message_key(message)).digest()[:KEY_BYTES]
 
 
 def prefix_keys(messages: Sequence[Json]) -> list[bytes]:

@@ -50,6 +50,9 @@ class ScriptedEngine:
             raise reply
         return reply if isinstance(reply, Generation) else self.generation(reply)
 
+    async def health(self, url: str) -> None:
+        """It works."""
+
     def generation(self, text: str, **changes: Any) -> Generation:
         ids = [*self.ids(text), self.renderer.stop_token_ids[0]]
         spans = (VersionSpan(self.version, len(ids)),)

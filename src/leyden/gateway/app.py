@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -27,16 +28,21 @@ from starlette.types import ASGIApp
 from leyden.client import read_or_create_secret
 from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
-from leyden.gateway.admission import Admission
+from leyden.gateway.admission import Admission, InFlight
+from leyden.gateway.calls import EngineCalls
 from leyden.gateway.control_routes import ControlApi, starlette_routes
-from leyden.gateway.engines import EngineHttp, LeydenEngine
+from leyden.gateway.engines import ChatEngine, Engine, EngineHttp, LeydenEngine, VllmEngine
 from leyden.gateway.feed import Feed
 from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Entry, ModelEndpoint, ModelList
 from leyden.gateway.models import Models
+from leyden.gateway.prompt import Prompter
 from leyden.gateway.render import ModelRenderer
-from leyden.gateway.turn import Engine, TurnService
+from leyden.gateway.sampling import of_training
+from leyden.gateway.turn import TurnService
+from leyden.gateway.watch import Watch
+from leyden.gateway.ways import EngineRendered, GatewayRendered, Way
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.store import Store
 
@@ -61,24 +67,18 @@ def build(
     if lost:
         log.warning("%d model calls were open when the gateway stopped; their attempts will be run again", lost)
     metrics = Metrics()
-    models = Models(store, config.model.name, config.model.context_tokens)
-    admission = Admission(ready=models.ready)
     http = EngineHttp()
-    turns = TurnService(
-        config,
-        store,
-        renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history),
-        engine or LeydenEngine(http),
-        admission,
-        models,
-        metrics,
-    )
-    api = ControlApi(config, secret, store, turns, admission, models, feed, metrics)
+    side = _EngineSide(config, store, engine or _engine(config, http), metrics)
+    turns = TurnService(config, store, side.way(renderer), metrics)
+    api = ControlApi(config, secret, store, turns, side.admission, side.models, side.watch, feed, metrics)
     entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(side.watch.run())
+        watching.add_done_callback(app.state.unwatched)
         yield
+        watching.cancel()
         await http.close()
         store.close()
 
@@ -92,8 +92,50 @@ def build(
         lifespan=lifespan,
     )
     app.state.turns = turns
+    app.state.unwatched = _log_failure
     app.state.feed = feed
     return app
+
+
+class _EngineSide:
+    """What stands between the turns and the engines."""
+
+    def __init__(self, config: RunConfig, store: Store, engine: Engine, metrics: Metrics) -> None:
+        self._config = config
+        self._engine = engine
+        self._metrics = metrics
+        self.models = Models(store, config.model.name, config.model.context_tokens, metrics)
+        if config.engine.urls:
+            self.models.adopt(config.engine.urls, lineage=config.run_dir.name)
+        in_flight = InFlight(metrics)
+        self.admission = Admission(in_flight, config.engine.drain_limit_s, ready=self.models.ready)
+        interval_s = config.engine.health_interval_s
+        self.watch = Watch(self.models, self.admission, in_flight, engine.health, interval_s)
+        self._calls = EngineCalls(store, self.models, self.admission, self.watch, in_flight, metrics)
+
+    def way(self, renderer: ModelRenderer | None) -> Way:
+        config = self._config
+        training, continuity = of_training(config.sampling), config.model.continuity == "semantic"
+        if config.engine.render == "engine":
+            engine = cast(ChatEngine, self._engine)
+            return EngineRendered(self._calls, engine, self.models, training, continuity=continuity)
+        renderer = renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history)
+        prompter = Prompter(renderer, self._metrics, continuity=continuity)
+        return GatewayRendered(self._calls, self._engine, self.models, renderer, prompter, training, self._metrics)
+
+
+def _engine(config: RunConfig, http: EngineHttp) -> Engine:
+    """The client of engines that speak what the run file says."""
+    settings = config.engine
+    if settings.kind == "leyden":
+        return LeydenEngine(http)
+    chat = settings.render == "engine"
+    return VllmEngine(http, settings.model, of_training(config.sampling), config.model.context_tokens, chat=chat)
+
+
+def _log_failure(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()):
+        log.error("%s", error)
 
 
 def _model_routes(entry: Entry, model: str) -> list[Route]:
@@ -129,6 +171,8 @@ def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None 
         log.info("gateway listens on %s", url)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.serve(sockets=[listener]))
+        if server.failure is not None:
+            raise server.failure
 
 
 class _Server(uvicorn.Server):
@@ -149,6 +193,14 @@ class _Server(uvicorn.Server):
             )
         )
         self._app = app
+        self.failure: BaseException | None = None
+        app.state.unwatched = self._stop_without_engines
+
+    def _stop_without_engines(self, watching: asyncio.Task[None]) -> None:
+        """No engine can ever serve this run: better no gateway than a step without a turn."""
+        if not watching.cancelled() and (error := watching.exception()):
+            self.failure = error
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.turns.closing = True

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from leyden.client import encode, mint
-from leyden.config import RunConfig, SamplingConfig
+from leyden.config import RunConfig, SamplingConfig, engine_url
 from leyden.errors import RequestError, Unprocessable
 from leyden.gateway.admission import Admission
 from leyden.gateway.auth import authenticate
@@ -23,6 +23,7 @@ from leyden.gateway.http import JsonResponse, parse_object, read_body
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
+from leyden.gateway.watch import Watch
 from leyden.store import Store, reward_value
 from leyden.types import Claims, Json, RolloutState, Scope
 
@@ -124,6 +125,7 @@ class ControlApi:
     turns: TurnService
     admission: Admission
     models: Models
+    watch: Watch
     feed: Feed
     metrics: Metrics
 
@@ -249,16 +251,19 @@ class ControlApi:
 
     async def put_model(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, ModelBody)
-        self.models.register(request.path_params["name"], body.engines, body.version, body.lineage, body.context_tokens)
-        if self.models.ready:
-            self.admission.set_ready()
+        try:
+            engines = [engine_url(engine) for engine in body.engines]
+        except ValueError as error:
+            raise Unprocessable(f"engines: {error}", param="engines") from error
+        self.models.register(request.path_params["name"], engines, body.version, body.lineage, body.context_tokens)
+        self.watch.registered()
         return {}
 
     async def list_models(self, _request: Request, _: Claims) -> Json:
         return {"models": self.models.listing(), "paused": self.admission.paused}
 
     async def pause(self, _request: Request, _: Claims) -> Json:
-        self.admission.pause()
+        await self.admission.pause()
         return {"paused": True}
 
     async def resume(self, _request: Request, _: Claims) -> Json:

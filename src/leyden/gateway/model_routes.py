@@ -163,7 +163,7 @@ class CountEndpoint:
         try:
             claims = self._entry.caller(scope)
             _body, request = await self._entry.read(scope, receive, claims, self._protocol.parse_count)
-            await send_json(send, 200, self._protocol.count(self._entry.turns.count(claims, request)))
+            await send_json(send, 200, self._protocol.count(await self._entry.turns.count(claims, request)))
         except ClientGone:
             return
         except Exception as error:

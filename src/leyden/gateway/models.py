@@ -1,26 +1,66 @@
-"""The model in training and its engines."""
+"""The model in training and its engines: which are registered, which of them work, and which one a rollout asks."""
 
 from __future__ import annotations
 
-import zlib
+import logging
+from dataclasses import dataclass
+from hashlib import blake2b
 
-from leyden.errors import NotFound
+from leyden.errors import EngineUnsuitable, NotFound
+from leyden.gateway.metrics import Metrics
 from leyden.store import Store
 from leyden.types import Json
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineState:
+    """`problem` says why an engine is not asked; None: it works, as far as is known. `unsuitable`: it answers, but as
+    it was started it cannot serve this run. `failures` counts checks that failed since it last worked.
+    """
+
+    url: str
+    problem: str | None = None
+    unsuitable: bool = False
+    failures: int = 0
+
 
 class Models:
-    """Registered engines of the run's model, kept in the store so that a restarted gateway knows them."""
+    """Registered engines of the run's model, kept in the store so that a restarted gateway knows them.
 
-    def __init__(self, store: Store, name: str, context_tokens: int) -> None:
+    A new engine is taken to work until a call or a check shows otherwise.
+    """
+
+    def __init__(self, store: Store, name: str, context_tokens: int, metrics: Metrics) -> None:
         self._store = store
+        self._metrics = metrics
         self.name = name
         self._limit = context_tokens
         self._model: Json | None = store.models().get(name)
+        self._engines: dict[str, EngineState] = {}
+        self._keep(self._model["engines"] if self._model else [])
 
     @property
     def ready(self) -> bool:
-        return bool(self._model and self._model["engines"])
+        """Whether calls need not wait: an engine works, or none ever will."""
+        return self.hopeless or any(engine.problem is None for engine in self._engines.values())
+
+    @property
+    def hopeless(self) -> bool:
+        return bool(self._engines) and all(engine.unsuitable for engine in self._engines.values())
+
+    @property
+    def all_work(self) -> bool:
+        return all(engine.problem is None for engine in self._engines.values())
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self._engines)
+
+    @property
+    def version(self) -> int:
+        return self._model["version"] if self._model else 0
 
     @property
     def context_tokens(self) -> int:
@@ -31,11 +71,63 @@ class Models:
             raise NotFound(f"there is no model {name!r} in this run; the run file names {self.name!r}")
         self._store.set_model(name, engines, version, lineage, context_tokens)
         self._model = self._store.models()[name]
+        self._keep(engines)
 
-    def engine(self, rollout_id: str) -> str:
-        """One engine per rollout, so that its prefix cache is met again."""
-        engines: list[str] = self._model["engines"] if self._model else []
-        return engines[zlib.crc32(rollout_id.encode()) % len(engines)]
+    def adopt(self, engines: list[str], lineage: str) -> None:
+        """Register engines of the run file, with the weights that were last said of the model, else version 0."""
+        known = self._model or {"version": 0, "lineage": lineage, "context_tokens": self._limit}
+        self.register(self.name, engines, known["version"], known["lineage"], known["context_tokens"])
+
+    def choose(self, rollout_id: str) -> str:
+        """One engine per rollout, so that its prefix cache is met again: the one that works and draws highest. Where
+        one goes, only its own rollouts move. Raises EngineUnsuitable if none can ever serve.
+        """
+        working = [url for url, engine in self._engines.items() if engine.problem is None]
+        if not working:
+            raise EngineUnsuitable("; ".join(str(engine.problem) for engine in self._engines.values()))
+        return working[0] if len(working) == 1 else max(working, key=lambda url: _draw(rollout_id, url))
+
+    def works(self, url: str) -> bool:
+        engine = self._engines.get(url)
+        return engine is not None and engine.problem is None
+
+    def up(self, url: str) -> None:
+        if engine := self._engines.get(url):
+            if engine.problem is not None:
+                log.warning("engine %s works again", url)
+            engine.problem, engine.unsuitable, engine.failures = None, False, 0
+            self._metrics.engine_up.labels(url).set(1)
+
+    def down(self, url: str, problem: str, *, unsuitable: bool = False) -> int:
+        """Answers how often in a row it has failed."""
+        engine = self._engines.get(url)
+        if engine is None:
+            return 0
+        if engine.problem is None or engine.unsuitable != unsuitable:
+            log.error("engine %s is not asked any more: %s", url, problem)
+        engine.problem, engine.unsuitable = problem, unsuitable
+        engine.failures += 1
+        self._metrics.engine_up.labels(url).set(0)
+        return engine.failures
 
     def listing(self) -> list[Json]:
-        return list(self._store.models().values())
+        states = [
+            {"url": engine.url, "works": engine.problem is None, "problem": engine.problem}
+            for engine in self._engines.values()
+        ]
+        return [
+            model | ({"engine_states": states} if name == self.name else {})
+            for name, model in self._store.models().items()
+        ]
+
+    def _keep(self, urls: list[str]) -> None:
+        for url in self._engines.keys() - set(urls):
+            self._metrics.engine_up.remove(url)
+        self._engines = {url: self._engines.get(url) or EngineState(url) for url in urls}
+        for url, engine in self._engines.items():
+            self._metrics.engine_up.labels(url).set(engine.problem is None)
+
+
+def _draw(rollout_id: str, url: str) -> bytes:
+    """Rendezvous hashing: a number for each pair, equal in every gateway."""
+    return blake2b(f"{rollout_id} {url}".encode(), digest_size=8).digest()

@@ -17,7 +17,7 @@ from leyden.trajectory.continuity import Continuation, extended, find, has_reaso
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import TextContinuation, find_text, prompt_keys, root_cause
-from leyden.types import Json
+from leyden.types import Ids, Json
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Prompt:
     found by ids alone.
     """
 
-    ids: list[int]
+    ids: list[int] | Ids
     parent: Node | None
     cause: ForkCause | None
     keys: list[bytes]

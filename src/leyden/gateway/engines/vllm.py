@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from leyden.errors import CaptureError, EngineError, EngineRejected, EngineUnavailable, NotFound
+from leyden.errors import CaptureError, EngineRejected, EngineUnavailable, EngineUnsuitable, NotFound
 from leyden.gateway.engines import vllm_wire as wire
 from leyden.gateway.engines.base import ChatAnswer, ChatCall, GenerateRequest, Sampling, as_promised
 from leyden.gateway.engines.http import EngineHttp
@@ -25,13 +25,16 @@ class VllmEngine:
     """`base.ChatEngine` for any number of vLLM servers.
 
     `model` is the name that they know the model by (None: their only one). `chat` says that messages are to be
-    rendered by the engine, `sampling` what training samples from.
+    rendered by the engine, `training` what training samples from, `context_tokens` the longest sequence of the run.
     """
 
-    def __init__(self, http: EngineHttp, model: str | None, sampling: Sampling, *, chat: bool) -> None:
+    def __init__(
+        self, http: EngineHttp, model: str | None, training: Sampling, context_tokens: int, *, chat: bool
+    ) -> None:
         self._http = http
         self._model = model
-        self._sampling = sampling
+        self._training = training
+        self._context_tokens = context_tokens
         self._chat = chat
         self._routes: dict[str, str] = {}
         self._probing: dict[str, asyncio.Lock] = {}
@@ -83,13 +86,14 @@ class VllmEngine:
             return wire.read_completion(answer, request)
 
     async def _route(self, url: str) -> str:
-        """The route that gives ids. Raises CaptureError if there is none, or its log-probs are the wrong ones."""
+        """The route that gives ids. Raises EngineUnsuitable if there is none, or its log-probs are the wrong ones."""
         if url in self._routes:
             return self._routes[url]
         async with self._probing.setdefault(url, asyncio.Lock()):
             if url not in self._routes:
                 route, probe = await (self._probe_chat(url) if self._chat else self._probe(url))
                 self._check_logprobs(url, probe)
+                await self._check_context(url)
                 self._routes[url] = route
         return self._routes[url]
 
@@ -101,10 +105,8 @@ class VllmEngine:
                 raise
         try:
             return wire.COMPLETIONS, await self._generate(url, wire.COMPLETIONS, _PROBE)
-        except EngineUnavailable:
-            raise
-        except (CaptureError, EngineError) as error:
-            raise CaptureError(
+        except (CaptureError, EngineRejected) as error:
+            raise EngineUnsuitable(
                 f"engine {url} gives no token ids: start vLLM with --enable-scale-out ({wire.GENERATE}), or use a "
                 f"version whose {wire.COMPLETIONS} knows return_token_ids. It said: {error}"
             ) from error
@@ -113,17 +115,27 @@ class VllmEngine:
         try:
             return wire.CHAT, (await self._chat_once(url, _CHAT_PROBE)).generation
         except CaptureError as error:
-            raise CaptureError(
+            raise EngineUnsuitable(
                 f"engine {url} gives no token ids: use a version whose {wire.CHAT} knows return_token_ids. "
                 f"It said: {error}"
             ) from error
 
+    async def _check_context(self, url: str) -> None:
+        """vLLM says its longest sequence in the list of models."""
+        status, body = await self._http.get(url, "/v1/models", HEALTH_S)
+        lengths = wire.context_lengths(body) if status == 200 else []
+        if lengths and max(lengths) < self._context_tokens:
+            raise EngineUnsuitable(
+                f"engine {url} takes {max(lengths)} tokens: start it with --max-model-len {self._context_tokens}, or "
+                "lower model.context_tokens in the run file"
+            )
+
     def _check_logprobs(self, url: str, probe: Generation) -> None:
         """The probe had one token to choose from: its log-prob is 0, or it is one of another distribution."""
         if probe.logprobs_T is None:
-            raise CaptureError(f"engine {url} gives no log-probs: start it without --max-logprobs 0")
-        if min(probe.logprobs_T, default=0.0) < MOST_CERTAIN and not self._sampling.plain:
-            raise CaptureError(
+            raise EngineUnsuitable(f"engine {url} gives no log-probs: start it without --max-logprobs 0")
+        if min(probe.logprobs_T, default=0.0) < MOST_CERTAIN and not self._training.plain:
+            raise EngineUnsuitable(
                 f"engine {url} gives log-probs from before temperature, top_p and top_k, which the run file sets: "
                 "start it with --logprobs-mode processed_logprobs"
             )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
+
 from leyden.errors import CaptureError
 from leyden.gateway.engines.base import (
     ChatAnswer,
@@ -148,6 +150,15 @@ def read_chat(answer: Any, call: ChatCall) -> ChatAnswer:
     logprobs = [entry.get("logprob") for entry in entries] if same else None
     generation = _generation(choice, ids, logprobs, call.sampling.stop, call.version, limit)
     return ChatAnswer(prompt_P, generation, _reply(choice.get("message")))
+
+
+def context_lengths(body: bytes) -> list[int]:
+    """The longest sequences of the models in a list of models, where it says them."""
+    try:
+        lengths = [model.get("max_model_len") for model in orjson.loads(body)["data"]]
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+        return []
+    return [length for length in lengths if isinstance(length, int)]
 
 
 def _common(sampling: Sampling, model: str | None) -> Json:

@@ -1,0 +1,237 @@
+"""The two ways from a request to sampled ids: `render: gateway` and `render: engine`.
+
+gateway   the prompt's ids are made here, exactly those of the turn it continues and the new messages' after them;
+          the reply is parsed from the sampled ids. An update interrupts a call, and it goes on from its ids.
+engine    the messages go to the engine, which renders and parses. Which turn a call continues is seen from the ids
+          that come back. An update waits for open calls, and those that take too long are made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, cast
+
+from leyden.errors import BudgetExceeded
+from leyden.gateway.attempts import Attempt
+from leyden.gateway.calls import FIRST_RETRY_S, EngineCalls
+from leyden.gateway.engines import ChatAnswer, ChatCall, ChatEngine, Engine, GenerateRequest, Sampling, joined
+from leyden.gateway.metrics import Metrics
+from leyden.gateway.models import Models
+from leyden.gateway.prompt import Prompt, Prompter
+from leyden.gateway.render import ModelRenderer
+from leyden.gateway.sampling import of_call
+from leyden.protocols import ChatRequest
+from leyden.protocols.chat import digest
+from leyden.trajectory.causes import ForkCause, sibling_cause
+from leyden.trajectory.continuity import extended, find, has_reasoning
+from leyden.trajectory.meaning import prefix_keys
+from leyden.trajectory.nodes import Conversations
+from leyden.trajectory.text import find_text, prompt_keys, root_cause
+from leyden.types import FinishReason, Generation, Json
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One answer, not yet recorded. `message` is the engine's own reading of it, where it rendered."""
+
+    prompt: Prompt
+    generation: Generation
+    message: Json | None = None
+
+
+class Way(Protocol):
+    async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
+        """`request.n` answers. Raises RequestError for what cannot be answered, CaptureError for what cannot be
+        recorded, EngineUnsuitable if no engine can serve the run.
+        """
+
+    def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
+        """The assistant message of an answer. Its tool calls are named after the turn: a replay says the same."""
+
+    async def count(self, attempt: Attempt, request: ChatRequest) -> int:
+        """How many tokens the prompt of this request has now."""
+
+
+class GatewayRendered:
+    """`render: gateway`."""
+
+    def __init__(
+        self,
+        calls: EngineCalls,
+        engine: Engine,
+        models: Models,
+        renderer: ModelRenderer,
+        prompter: Prompter,
+        training: Sampling,
+        metrics: Metrics,
+    ) -> None:
+        self._calls = calls
+        self._engine = engine
+        self._models = models
+        self._renderer = renderer
+        self._prompter = prompter
+        self._training = training
+        self._metrics = metrics
+
+    async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
+        await self._calls.admitted(attempt)
+        prompt = self._prompter.prompt(attempt.conversations, request)
+        sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
+        generate = self._request(sampling, cast("list[int]", prompt.ids))
+        generations = await _all([self._generate(attempt, generate) for _ in range(request.n)])
+        return [Sampled(prompt, generation) for generation in generations]
+
+    def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
+        generation = sampled.generation
+        if request.prompt is not None:
+            return self._renderer.plain(generation.token_ids_T, generation.stop_string)
+        return self._renderer.parse(
+            generation.token_ids_T,
+            cast("list[int]", sampled.prompt.ids),
+            request.tools,
+            call_prefix=f"call_{turn_id}_",
+            stop_string=generation.stop_string,
+        )
+
+    async def count(self, attempt: Attempt, request: ChatRequest) -> int:
+        return len(self._prompter.prompt(attempt.conversations, request).ids)
+
+    def _request(self, sampling: Sampling, prompt_ids: list[int]) -> GenerateRequest:
+        """Tokens fit the context. Raises BudgetExceeded if not one does."""
+        limit = self._models.context_tokens
+        room = limit - len(prompt_ids)
+        if room <= 0:
+            raise BudgetExceeded(
+                f"This model's maximum context length is {limit} tokens, but the messages have {len(prompt_ids)}. "
+                "Shorten them, or raise model.context_tokens in the run file.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return GenerateRequest(
+            prompt_ids=prompt_ids,
+            max_tokens=min(room, sampling.max_tokens or room),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=tuple(self._renderer.stop_token_ids),
+            stop=sampling.stop,
+            seed=sampling.seed,
+        )
+
+    async def _generate(self, attempt: Attempt, request: GenerateRequest) -> Generation:
+        """One answer. Cut short by an update, it goes on from the ids that are there, under the new weights."""
+        parts: list[Generation] = []
+        left = request
+        while True:
+            part = await self._calls.ask(attempt, _Generate(self._engine, left))
+            parts.append(part)
+            left = left.after(part.token_ids_T)
+            if part.finish_reason is not FinishReason.ABORT:
+                return joined(parts)
+            if left.max_tokens <= 0:
+                return replace(joined(parts), finish_reason=FinishReason.LENGTH)
+            self._metrics.continued.inc()
+            if not part.token_ids_T:
+                await asyncio.sleep(FIRST_RETRY_S)
+
+
+class EngineRendered:
+    """`render: engine`."""
+
+    def __init__(
+        self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling, *, continuity: bool
+    ) -> None:
+        self._calls = calls
+        self._engine = engine
+        self._models = models
+        self._training = training
+        self._continuity = continuity
+
+    async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
+        call = self._call(attempt, request)
+        answers = await _all([self._chat(attempt, call) for _ in range(request.n)])
+        return [Sampled(self._place(attempt, request, a), a.generation, a.message) for a in answers]
+
+    def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
+        assert sampled.message is not None
+        message = dict(sampled.message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [call | {"id": f"call_{turn_id}_{i}"} for i, call in enumerate(calls)]
+        return message
+
+    async def count(self, attempt: Attempt, request: ChatRequest) -> int:
+        call = self._call(attempt, request)
+        return await self._calls.ask(attempt, lambda url, _: self._engine.count(url, call))
+
+    def _call(self, attempt: Attempt, request: ChatRequest) -> ChatCall:
+        sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
+        if sampling.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self._models.context_tokens))
+        return ChatCall(request.messages, request.tools, sampling, request.prompt)
+
+    async def _chat(self, attempt: Attempt, call: ChatCall) -> ChatAnswer:
+        """One answer, of one version: what an update cut short is made again."""
+        while True:
+            answer = await self._calls.ask(attempt, _Chat(self._engine, call), drains=True)
+            if answer.generation.finish_reason is not FinishReason.ABORT:
+                return answer
+            await asyncio.sleep(FIRST_RETRY_S)
+
+    def _place(self, attempt: Attempt, request: ChatRequest, answer: ChatAnswer) -> Prompt:
+        """Where the prompt that the engine rendered stands in the attempt's tree."""
+        known, ids = attempt.conversations, answer.prompt_P
+        keys = prefix_keys(request.messages) if request.prompt is None else prompt_keys(request.prompt)
+        tools_key = digest(request.tools)
+        parent = extended(known, ids) if self._continuity else None
+        if parent is not None:
+            cause = sibling_cause(known, parent, request.messages, keys)
+        elif self._continuity:
+            cause = _root_cause(known, request, tools_key, keys)
+        else:
+            cause = ForkCause.CONTINUITY_OFF if known.nodes else None
+        return Prompt(ids, parent, cause, keys, tools_key, has_reasoning(request.messages))
+
+
+def _root_cause(known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]) -> ForkCause | None:
+    """Why a prompt that extends no recorded ids is not the attempt's first."""
+    if request.prompt is None:
+        found = find(known, request.messages, tools_key, keys)
+        return found.cause if found.parent is None else ForkCause.RERENDERED
+    if isinstance(request.prompt, str):
+        text = find_text(known, request.prompt)
+        return text.cause if text.parent is None else ForkCause.RERENDERED
+    return root_cause(known, request.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Generate:
+    engine: Engine
+    request: GenerateRequest
+
+    async def __call__(self, url: str, version: int) -> Generation:
+        return await self.engine.generate(url, replace(self.request, version=version))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    engine: ChatEngine
+    call: ChatCall
+
+    async def __call__(self, url: str, version: int) -> ChatAnswer:
+        return await self.engine.chat(url, replace(self.call, version=version))
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error ends the others."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

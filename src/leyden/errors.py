@@ -13,7 +13,8 @@
     │   └── InternalError        not the caller's fault: a bug of Leyden's, a full disk (500)
     ├── EngineError            the inference engine failed or broke its contract
     │   ├── EngineUnavailable    connection refused or lost, 5xx: worth another try
-    │   └── EngineRejected       the engine said no (4xx): trying again cannot help
+    │   ├── EngineRejected       the engine said no (4xx): trying again cannot help
+    │   └── EngineUnsuitable     as it was started it cannot serve this run; the message names the option to set
     ├── CaptureError           tokens cannot be recorded exactly: the attempt is incomplete
     ├── StoreError             the data base is of another version, or damaged
     ├── GatewayError           the control API could not be reached, or refused (raised by clients)
@@ -125,6 +126,10 @@ class EngineRejected(EngineError):
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EngineUnsuitable(EngineError):
+    """For example an engine that gives no token ids."""
 
 
 class CaptureError(LeydenError):

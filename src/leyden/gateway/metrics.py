@@ -27,17 +27,13 @@ class Metrics:
         self.double_bos = Counter(
             "leyden_double_bos", "Prompts of /v1/completions that begin with two BOS tokens", registry=self.registry
         )
-        self.truncated = Counter(
-            "leyden_truncated_turns", "Turns that ended at a token limit", registry=self.registry
-        )
+        self.truncated = Counter("leyden_truncated_turns", "Turns that ended at a token limit", registry=self.registry)
         self.engine_errors = Counter("leyden_engine_errors", "Broken engine calls", registry=self.registry)
         self.held_seconds = Counter("leyden_held_seconds", "Time calls were held", registry=self.registry)
         self.in_flight = Gauge("leyden_calls_in_flight", "Model calls open now", registry=self.registry)
         self.engine_seconds = Histogram("leyden_engine_seconds", "Time of one engine call", registry=self.registry)
         self.engine_up = Gauge("leyden_engine_up", "Whether an engine works", ["engine"], registry=self.registry)
-        self.engine_calls = Gauge(
-            "leyden_engine_calls", "Calls open at an engine", ["engine"], registry=self.registry
-        )
+        self.engine_calls = Gauge("leyden_engine_calls", "Calls open at an engine", ["engine"], registry=self.registry)
         self.continued = Counter(
             "leyden_continued_calls", "Engine calls cut short and gone on with from their ids", registry=self.registry
         )

@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast kube check base bench-learning bench-gateway bench-launch clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke kube check base bench-learning bench-gateway bench-launch clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -11,6 +11,8 @@ DEMO := examples/micro_swe
 help:
 	@echo "make demo             train a tiny model through the unmodified mini-swe-agent (about 10 minutes, 2 cores)"
 	@echo "make test             all tests"
+	@echo "make harnesses        fourteen real agent harnesses through the gateway (installs them in ~/.cache/leyden/harnesses)"
+	@echo "make harnesses-smoke  five of them"
 	@echo "make kube             tests on a real Kubernetes cluster: a local one (root, Debian 12), or that of KUBECONFIG"
 	@echo "make check            lint, types, layers"
 	@echo "make base             make the demo's base model again ($(DEMO)/base)"
@@ -33,6 +35,12 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "not slow"
+
+harnesses: $(STAMP)
+	$(BIN)/python -m tests.harnesses
+
+harnesses-smoke: $(STAMP)
+	$(BIN)/python -m tests.harnesses --smoke
 
 kube: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m kube tests/kube

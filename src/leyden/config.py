@@ -131,6 +131,7 @@ class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     max_body_bytes: PositiveInt = 32 * 2**20
+    max_workspace_bytes: PositiveInt = 512 * 2**20
     keep_wire: bool = False
     strict_logprobs: bool = False
 

@@ -128,10 +128,12 @@ class Sample:
 
 
 class Scope(StrEnum):
-    """What a key may do: `agent` calls the model, `grader` posts a reward, `control` does everything."""
+    """What a key may do: `agent` calls the model, `grader` reads the workspace and posts a reward, `workspace` hands in
+    what the harness left, `control` does everything."""
 
     AGENT = "agent"
     GRADER = "grader"
+    WORKSPACE = "workspace"
     CONTROL = "control"
 
 

@@ -142,7 +142,8 @@ class FakeGateway:
             return _error(409, f"rollout is {rollout['state']}")
         rollout.update(state="running", attempt=rollout["attempt"] + 1, controller=controller, reward=None, turns=0)
         self._touch(rollout)
-        return web.json_response({"rollout": rollout, "agent_key": self._key(Scope.AGENT, rollout)})
+        keys = {"agent_key": self._key(Scope.AGENT, rollout), "workspace_key": self._key(Scope.WORKSPACE, rollout)}
+        return web.json_response({"rollout": rollout, **keys})
 
     def _do_exit(self, rollout: Json, body: Json) -> Json:
         if rollout["state"] not in ("running", "grading"):

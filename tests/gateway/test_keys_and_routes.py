@@ -25,6 +25,8 @@ ALLOWED = {
     },
     ("POST", "/api/reward"): {Scope.GRADER, Scope.CONTROL},
     ("POST", "/api/events"): {Scope.AGENT, Scope.CONTROL},
+    ("PUT", "/api/workspace"): {Scope.WORKSPACE},
+    ("GET", "/api/workspace"): {Scope.GRADER},
 }
 
 
@@ -33,6 +35,7 @@ def keys_of(rollout_id: str) -> dict[Scope, str]:
     return {
         Scope.AGENT: mint(SECRET, Claims(Scope.AGENT, rollout_id, 1, later)),
         Scope.GRADER: mint(SECRET, Claims(Scope.GRADER, rollout_id, 1, later)),
+        Scope.WORKSPACE: mint(SECRET, Claims(Scope.WORKSPACE, rollout_id, 1, later)),
         Scope.CONTROL: control_key(SECRET),
     }
 
@@ -49,7 +52,7 @@ async def test_every_route_with_every_scope(gateway: Gateway) -> None:
     """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
     rollout_id, _ = await gateway.start_rollout()
     served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path not in OPEN]
-    assert len(served) == 21 + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
+    assert len(served) == 25 + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
     for method, path in served:
         default = Scope.AGENT if "/v1" in path else Scope.CONTROL
         allowed = ALLOWED.get((method, path), {default})

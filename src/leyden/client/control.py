@@ -97,7 +97,7 @@ class ControlClient:
     async def claim(self, rollout_id: str, controller: str) -> Claim:
         """queued -> running as the next attempt. 409 if it is not queued any more."""
         answer = await self._json("POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
-        return Claim(Rollout.from_json(answer["rollout"]), answer["agent_key"])
+        return Claim(Rollout.from_json(answer["rollout"]), answer["agent_key"], answer["workspace_key"])
 
     async def controllers(self) -> dict[str, bool]:
         """Controllers that were ever seen, and whether their leases hold."""

@@ -1,4 +1,4 @@
-"""Keys: `lk-<a|g|c>-<base64url payload>-<base64url HMAC-SHA256>`, both parts without padding.
+"""Keys: `lk-<a|g|w|c>-<base64url payload>-<base64url HMAC-SHA256>`, both parts without padding.
 
 The payload is the JSON list [rollout id, attempt, expiry in Unix seconds]; the signature covers everything
 before it, the scope letter included. The signature always has 43 characters, which is how the parts are told
@@ -20,7 +20,7 @@ from leyden.errors import Unauthorized
 from leyden.types import Claims, Scope
 
 CONTROL_KEY_LIFETIME_S = 365 * 86400.0
-_LETTERS = {Scope.AGENT: "a", Scope.GRADER: "g", Scope.CONTROL: "c"}
+_LETTERS = {Scope.AGENT: "a", Scope.GRADER: "g", Scope.WORKSPACE: "w", Scope.CONTROL: "c"}
 _SCOPES = {letter: scope for scope, letter in _LETTERS.items()}
 _HEAD_CHARS = len("lk-a-")
 _SIGNATURE_CHARS = 43

@@ -106,10 +106,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A rollout that this controller now runs, and the key its harness gets."""
+    """A rollout that this controller now runs, the key its harness gets, and the one to hand in its workspace with."""
 
     rollout: Rollout
     agent_key: str = field(repr=False)
+    workspace_key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

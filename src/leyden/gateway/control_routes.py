@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from leyden.client import encode, mint
 from leyden.config import RunConfig, SamplingConfig, engine_url
-from leyden.errors import RequestError, Unprocessable
+from leyden.errors import Conflict, RequestError, Unprocessable
 from leyden.gateway.admission import Admission
 from leyden.gateway.auth import authenticate
 from leyden.gateway.feed import Feed
@@ -24,6 +24,7 @@ from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
+from leyden.gateway.workspaces import Workspaces
 from leyden.store import Store, reward_value
 from leyden.types import Claims, Json, RolloutState, Scope
 
@@ -174,7 +175,12 @@ class ControlApi:
         body = await self._body(request, ClaimBody)
         self.store.controllers.renew(body.controller)
         rollout = self.store.rollouts.claim(_rollout_id(request), body.controller)
-        return {"rollout": rollout, "agent_key": self._key(Scope.AGENT, rollout, self.config.harness.timeout_s)}
+        lifetime_s = self.config.controller.start_timeout_s + self.config.harness.timeout_s
+        return {
+            "rollout": rollout,
+            "agent_key": self._key(Scope.AGENT, rollout, lifetime_s),
+            "workspace_key": self._key(Scope.WORKSPACE, rollout, lifetime_s),
+        }
 
     async def list_controllers(self, _request: Request, _: Claims) -> Json:
         return {"controllers": self.store.controllers.listing()}
@@ -195,7 +201,8 @@ class ControlApi:
         rollout = self.store.rollouts.exit(
             rollout_id, body.attempt, exit_code=body.exit_code, timed_out=body.timed_out, reason=body.reason
         )
-        return {"rollout": rollout, "grader_key": self._key(Scope.GRADER, rollout, self.config.grader.timeout_s)}
+        lifetime_s = self.config.controller.start_timeout_s + self.config.grader.timeout_s
+        return {"rollout": rollout, "grader_key": self._key(Scope.GRADER, rollout, lifetime_s)}
 
     async def finish(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, FinishBody)
@@ -238,6 +245,21 @@ class ControlApi:
             rollout_id, attempt, reward_value(body.value), while_running=self.config.grader.harness
         )
         return {"reward": rollout["reward"]}
+
+    async def put_workspace(self, request: Request, claims: Claims) -> Json:
+        """What the harness left, as a gzipped tar, while its attempt is the running one. The last one counts."""
+        rollout = self.store.rollouts.get(claims.rollout_id)
+        if (rollout["state"], rollout["attempt"]) != (RolloutState.RUNNING, claims.attempt):
+            raise Conflict(f"attempt {claims.attempt} of rollout {claims.rollout_id} is not running any more")
+        size = await self._workspaces().put(claims.rollout_id, claims.attempt, request.stream())
+        return {"bytes": size}
+
+    async def get_workspace(self, request: Request, claims: Claims) -> Response:
+        path = self._workspaces().find(claims.rollout_id, claims.attempt)
+        return FileResponse(path, media_type="application/gzip")
+
+    def _workspaces(self) -> Workspaces:
+        return Workspaces(self.config.run_dir, self.config.gateway.max_workspace_bytes)
 
     async def add_event(self, request: Request, claims: Claims) -> Json:
         body = await self._body(request, EventBody, limit=MOST_EVENT_BYTES)
@@ -318,6 +340,8 @@ def routes(api: ControlApi) -> list[tuple[str, str, Handler, frozenset[Scope]]]:
         ("POST", "/api/rollouts/{rollout_id}/give-back", api.give_back, CONTROL),
         ("POST", "/api/rollouts/{rollout_id}/cancel", api.cancel, CONTROL),
         ("POST", "/api/reward", api.reward, CONTROL | {Scope.GRADER}),
+        ("PUT", "/api/workspace", api.put_workspace, frozenset({Scope.WORKSPACE})),
+        ("GET", "/api/workspace", api.get_workspace, frozenset({Scope.GRADER})),
         ("POST", "/api/events", api.add_event, CONTROL | {Scope.AGENT}),
         ("GET", "/api/events", api.list_events, CONTROL),
         ("PUT", "/api/models/{name}", api.put_model, CONTROL),

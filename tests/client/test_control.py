@@ -85,8 +85,12 @@ async def test_every_call_has_its_route() -> None:
         (lambda c: c.groups(kind="train", step=3), {"groups": [group]}, "GET /api/groups?kind=train&step=3", None),
         (lambda c: c.consume(["g1"]), {}, "POST /api/groups/consume", {"group_ids": ["g1"]}),
         (lambda c: c.rollout("r1"), rollout, "GET /api/rollouts/r1", None),
-        (lambda c: c.claim("r1", "me"), {"rollout": rollout, "agent_key": "k"},
+        (lambda c: c.claim("r1", "me"), {"rollout": rollout, "agent_key": "k", "workspace_key": "w"},
          "POST /api/rollouts/r1/claim", {"controller": "me"}),
+        (lambda c: c.controllers(), {"controllers": [{"controller": "me", "seen": 1.0, "alive": True}]},
+         "GET /api/controllers", None),
+        (lambda c: c.take_over("r1", 2, "me"), rollout,
+         "POST /api/rollouts/r1/take-over", {"attempt": 2, "controller": "me"}),
         (lambda c: c.exit("r1", 2, exit_code=1, timed_out=False, reason=None), {"rollout": rollout, "grader_key": None},
          "POST /api/rollouts/r1/exit", {"attempt": 2, "exit_code": 1, "timed_out": False, "reason": None}),
         (lambda c: c.finish("r1", 2), rollout, "POST /api/rollouts/r1/finish", {"attempt": 2, "reason": None}),
@@ -114,7 +118,8 @@ async def test_every_call_has_its_route() -> None:
         assert (f"{method} {path}", sent) == (route, body)
     assert results["POST /api/groups"] == [Group.from_json(group | {"rollouts": [rollout]})]
     assert results["POST /api/rollouts/r1/claim"].agent_key == "k"
-    assert "agent_key" not in repr(results["POST /api/rollouts/r1/claim"])
+    assert "_key" not in repr(results["POST /api/rollouts/r1/claim"])
+    assert results["GET /api/controllers"] == {"me": True}
     assert results["POST /api/rollouts/r1/infrastructure"] == Rollout.from_json(rollout)
     assert results["POST /api/recover"].discarded == ("g",)
     assert results["GET /metrics"] == "a 1\n"

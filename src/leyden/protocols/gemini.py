@@ -290,7 +290,7 @@ def _json_schema(schema: Any) -> Any:
         return [_json_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    made: Json = {}
     for name, value in _named(schema).items():
         if name == "type" and isinstance(value, str):
             made[name] = value.lower()

@@ -1,0 +1,400 @@
+"""What became of a Job, as a pure function of its objects: `verdict(seen, patience, now)`.
+
+The harness container's own end decides, not the Job's counters or conditions, which may come in any order or not at
+all. An attempt runs once: its first pod counts, and what the Job controller would start in its place does not.
+
+    exit code, signal, OOMKilled under the container's own limit           the agent's own end
+    killed by Leyden (annotation), the Job's deadline after a start        killed
+    image, quota, scheduling, mount, eviction, node, deletion by others    `Exit.error`: infrastructure
+
+Objects are the API's JSON. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from math import inf
+from typing import Any
+
+from leyden.controller.jobs import TIMEOUT, Exit
+
+HARNESS = "harness"
+KEEPER = "keep"
+# On the Job: why and when Leyden ended it, `timeout 1790000000.25`.
+KILLED = "leyden/killed"
+LONGEST_MESSAGE = 1000
+
+_NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
+_NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+_NO_CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of one Job. `pods` are in their last known state; `gone` holds the uids of those deleted since.
+
+    `job` is None once it is deleted. `changed` is when one of the objects last changed.
+    """
+
+    job: Object | None
+    pods: Sequence[Object] = ()
+    events: Sequence[Object] = ()
+    gone: frozenset[str] = frozenset()
+    changed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long things may take: `queue_s` to the start of the harness in all, `image_s` from the first refusal of its
+    image or container, `save_s` for the keeper after the harness's end, `node_s` for a node to come back, `settle_s`
+    for what Kubernetes has promised (a condition, the end of a deleted pod)."""
+
+    queue_s: float
+    image_s: float
+    save_s: float
+    node_s: float = 300.0
+    settle_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The harness does not run yet. `why` is for people."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The harness has ended; the keeper still saves the workspace."""
+
+    exit: Exit
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """`note` explains an end that is the agent's own, or warns. `saved`: the keeper said so."""
+
+    exit: Exit
+    note: str | None = None
+    saved: bool = False
+
+
+Verdict = Pending | Running | Saving | Ended
+
+
+def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
+    """How the Job stands at `now`. Asked again later, it may answer otherwise although no object changed."""
+    pod = min(seen.pods, key=_age, default=None)
+    kill = _kill(seen.job)
+    if pod is None:
+        return _without_pod(seen, patience, kill, now)
+    harness = _container(pod, HARNESS)
+    done = harness.get("state", {}).get("terminated")
+    if done:
+        return _after_harness(seen, pod, done, patience, kill, now)
+    started = _time(harness.get("state", {}).get("running", {}).get("startedAt"))
+    reason = _end_of_pod(seen, pod, patience, kill, now)
+    if reason is not None:
+        return _cut_off(pod, reason, kill, started, now)
+    if started:
+        return Running(started)
+    return _not_started(seen, pod, patience, now)
+
+
+def _after_harness(
+    seen: Seen, pod: Object, done: Object, patience: Patience, kill: tuple[str, float] | None, now: float
+) -> Verdict:
+    ended = _time(done.get("finishedAt")) or now
+    started = _time(done.get("startedAt")) or ended
+    exit_, note = _own_end(pod, done, started, ended)
+    reason = None if exit_.error else _cause(seen, pod, kill, ended)
+    if reason == TIMEOUT or (kill and reason == kill[0]):
+        exit_ = Exit(None, None, started, ended, killed=reason)
+    elif reason:
+        exit_ = Exit(None, None, started, ended, error=reason)
+    others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] != HARNESS]
+    over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
+    if all("terminated" in state for state in others) or over:
+        return Ended(exit_, note, _saved(pod))
+    if now < ended + patience.save_s:
+        return Saving(exit_)
+    return Ended(exit_, note or f"the workspace was not saved within {patience.save_s:g} s")
+
+
+def _own_end(pod: Object, done: Object, started: float, ended: float) -> tuple[Exit, str | None]:
+    """The harness container's end as its own doing, and what is to be said about it."""
+    code, reason = done["exitCode"], done.get("reason")
+    if reason in _NOT_STARTED:
+        error = f"the harness could not be started: {done.get('message', reason)}"
+        return Exit(None, None, started, ended, error=_short(error)), None
+    if reason == "OOMKilled":
+        limit = _memory_limit(pod)
+        note = f"OOMKilled({code}): the container's memory limit is {limit}"
+        if code == 0:
+            note = f"a child of the harness was OOMKilled; the harness ended with exit 0; the memory limit is {limit}"
+        return Exit(code, None, started, ended), note
+    number = done.get("signal") or (code - 128 if 128 < code <= 128 + 64 else None)
+    return Exit(None if number else code, number, started, ended), None
+
+
+def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float) -> str | None:
+    """Who ended a harness that did not end by itself: TIMEOUT, Leyden's own reason, or the cluster's words.
+
+    Ends before a deletion or kill was asked for are the agent's own. Kubernetes writes whole seconds.
+    """
+    asked = _deletion_asked(pod)
+    if kill is not None:
+        return kill[0] if ended >= float(int(kill[1])) else None
+    disruption = _disruption(pod)
+    if disruption is not None:
+        return disruption
+    if asked is None or ended < asked:
+        return None
+    if _deadline_passed(seen.job, asked):
+        return TIMEOUT
+    return _deleted(seen, pod)
+
+
+def _end_of_pod(seen: Seen, pod: Object, patience: Patience, kill: tuple[str, float] | None, now: float) -> str | None:
+    """Why a pod whose harness did not end will never say how it ended; None while it may."""
+    gone = _uid(pod) in seen.gone or _deletion_due(pod) + patience.settle_s < now
+    if gone and kill:
+        return kill[0]
+    failed = pod["status"].get("phase") == "Failed"
+    if failed or (gone and _disruption(pod)):
+        return _disruption(pod) or _failed_pod(pod)
+    asked = _deletion_asked(pod)
+    if _deadline_passed(seen.job, asked or now):
+        return TIMEOUT if gone else None
+    if kill:
+        return None
+    if gone or asked is not None or _deleting(seen.job):
+        return _deleted(seen, pod)
+    if _node_silent_since(pod) + patience.node_s < now:
+        return f"NodeLost: the node {pod['spec'].get('nodeName')} is not ready for {patience.node_s:g} s"
+    return None
+
+
+def _cut_off(pod: Object, reason: str, kill: tuple[str, float] | None, started: float, now: float) -> Ended:
+    """The end of a harness that never got to say how it ended. A deadline that came before its start was the
+    queue's."""
+    if kill and reason == kill[0]:
+        return Ended(Exit(None, None, started or now, now, killed=reason))
+    if reason == TIMEOUT and started:
+        return Ended(Exit(None, None, started, now, killed=TIMEOUT))
+    if reason == TIMEOUT:
+        reason = f"DeadlineExceeded before the harness started: {_waits(pod)}"
+    return Ended(Exit(None, None, started or now, now, error=_short(reason)))
+
+
+def _not_started(seen: Seen, pod: Object, patience: Patience, now: float) -> Pending | Ended:
+    why, refused, limit_s = _waits(pod), _time(pod["metadata"].get("creationTimestamp")), patience.queue_s
+    warnings = _warnings(seen.events, pod)
+    for status in _statuses(pod):
+        waiting = status.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason")
+        if reason in _NO_IMAGE | _NO_CONTAINER | _NEVER:
+            first = _event_time(warnings[0]) if warnings else _scheduled(pod)
+            refused, limit_s = max(refused, first), 0.0 if reason in _NEVER else patience.image_s
+            break
+    news = [e for e in warnings if e.get("message", "").removeprefix("Error: ") not in why + " ErrImagePull"]
+    if news:
+        why += f" ({news[-1].get('reason')}: {news[-1].get('message')})"
+    return _overdue(_short(why), refused, limit_s, now)
+
+
+def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None, now: float) -> Verdict:
+    """A Job that has no pod yet, or whose pod was never seen and is gone."""
+    job = seen.job
+    if kill:
+        return Ended(Exit(None, None, now, now, killed=kill[0]))
+    if job is None:
+        return Ended(Exit(None, None, now, now, error="the Job disappeared, and no pod of it was seen"))
+    status, created = job.get("status", {}), _time(job["metadata"].get("creationTimestamp"))
+    started = _time(status.get("startTime")) or created
+    complete, failed = _condition(job, "Complete"), _condition(job, "Failed")
+    if complete:
+        ended = _time(status.get("completionTime")) or _time(complete.get("lastTransitionTime")) or now
+        return Ended(Exit(0, None, started, ended), "the pod was gone before its exit was read; the Job is complete")
+    if failed:
+        words = f"{failed.get('reason')}: {failed.get('message', '')}".rstrip(": ")
+        return Ended(Exit(None, None, started, now, error=_short(f"{words}; the pod was gone before it was read")))
+    if _deleting(job):
+        return Ended(Exit(None, None, started, now, error="the Job was deleted before it had a pod"))
+    if status.get("failed") or status.get("succeeded") or _condition(job, "SuccessCriteriaMet"):
+        return _overdue("the pod is gone and the Job has no condition yet", seen.changed, patience.settle_s, now)
+    warnings = _warnings(seen.events, job)
+    why = f"{warnings[-1]['reason']}: {warnings[-1].get('message')}" if warnings else "the Job has no pod yet"
+    return _overdue(_short(why), created, patience.queue_s, now)
+
+
+def _overdue(why: str, since: float, limit_s: float, now: float) -> Pending | Ended:
+    if now - since < limit_s:
+        return Pending(why)
+    return Ended(Exit(None, None, now, now, error=_short(f"not started after {now - since:.0f} s: {why}")))
+
+
+def _failed_pod(pod: Object) -> str:
+    """A pod that failed before its harness started."""
+    for container in pod["status"].get("initContainerStatuses", ()):
+        done = container.get("state", {}).get("terminated", {})
+        if done.get("exitCode"):
+            message = done.get("message", "").strip() or done.get("reason")
+            return f"the init container {container['name']} ended with exit {done['exitCode']}: {message}"
+    return "the pod failed before the harness started"
+
+
+def _disruption(pod: Object) -> str | None:
+    """What the cluster did to the pod, in its own words: `Evicted: The node was low on resource`."""
+    status = pod["status"]
+    if status.get("reason"):
+        return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
+    condition = _condition(pod, "DisruptionTarget")
+    if condition:
+        return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
+    return None
+
+
+def _deleted(seen: Seen, pod: Object) -> str:
+    name = pod["metadata"]["name"]
+    if any(e.get("reason") == "TaintManagerEviction" and _about(e, pod) for e in seen.events):
+        return f"NodeLost: the pod {name} was deleted because its node {pod['spec'].get('nodeName')} is not ready"
+    if _deleting(seen.job):
+        return f"the Job of the pod {name} was deleted while it ran"
+    return f"the pod {name} was deleted while it ran"
+
+
+def _deleting(job: Object | None) -> bool:
+    return job is None or "deletionTimestamp" in job["metadata"]
+
+
+def _node_silent_since(pod: Object) -> float:
+    """The node controller, and nobody else, marks a pod whose containers are ready as not ready."""
+    ready = _condition(pod, "Ready", "False")
+    if ready is None or ready.get("reason") or not _condition(pod, "ContainersReady"):
+        return inf
+    return _time(ready.get("lastTransitionTime"))
+
+
+def _waits(pod: Object) -> str:
+    """What a pod waits for, with Kubernetes' own reason."""
+    scheduled = _condition(pod, "PodScheduled", "False")
+    if scheduled:
+        return f"{scheduled.get('reason')}: {scheduled.get('message', '')}".rstrip(": ")
+    for status in _statuses(pod):
+        waiting = status.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") != "PodInitializing":
+            image = f", image {status.get('image')}" if waiting.get("reason") in _NO_IMAGE | _NEVER else ""
+            return f"{waiting.get('reason')}{image}: {waiting.get('message', '')}".rstrip(": ")
+        if "running" in status.get("state", {}) and status["name"] not in (HARNESS, KEEPER):
+            return f"the init container {status['name']} runs"
+    return "the pod was not seen by a node yet"
+
+
+def _saved(pod: Object) -> bool:
+    return bool(_container(pod, KEEPER).get("state", {}).get("terminated", {}).get("exitCode") == 0)
+
+
+def _kill(job: Object | None) -> tuple[str, float] | None:
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(KILLED)
+    if not text:
+        return None
+    reason, _, when = text.partition(" ")
+    try:
+        return reason, float(when)
+    except ValueError:
+        return reason, 0.0
+
+
+def _deadline_passed(job: Object | None, now: float) -> bool:
+    if job is None:
+        return False
+    condition = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    if condition is not None:
+        return condition.get("reason") == "DeadlineExceeded"
+    limit, start = job.get("spec", {}).get("activeDeadlineSeconds"), _time(job.get("status", {}).get("startTime"))
+    return limit is not None and start > 0 and now >= start + limit - 1
+
+
+def _deletion_asked(pod: Object) -> float | None:
+    """When the pod's deletion was asked for: its timestamp is that time plus the grace period."""
+    metadata = pod["metadata"]
+    if "deletionTimestamp" not in metadata:
+        return None
+    return _time(metadata["deletionTimestamp"]) - float(metadata.get("deletionGracePeriodSeconds") or 0)
+
+
+def _deletion_due(pod: Object) -> float:
+    return _time(pod["metadata"].get("deletionTimestamp")) or inf
+
+
+def _condition(thing: Object, kind: str, status: str = "True") -> Object | None:
+    conditions = thing.get("status", {}).get("conditions") or ()
+    return next((c for c in conditions if c["type"] == kind and c["status"] == status), None)
+
+
+def _statuses(pod: Object) -> list[Object]:
+    status = pod["status"]
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def _container(pod: Object, name: str) -> Object:
+    return next((c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] == name), {})
+
+
+def _memory_limit(pod: Object) -> str:
+    for container in pod["spec"]["containers"]:
+        if container["name"] == HARNESS:
+            return str(container.get("resources", {}).get("limits", {}).get("memory", "the node's"))
+    return "the node's"
+
+
+def _scheduled(pod: Object) -> float:
+    return _time((_condition(pod, "PodScheduled") or {}).get("lastTransitionTime"))
+
+
+def _warnings(events: Sequence[Object], thing: Object) -> list[Object]:
+    """The warnings about an object, oldest first; `MissingClusterDNS` stops nobody."""
+    found = [e for e in events if e.get("type") == "Warning" and _about(e, thing) and _stops(e)]
+    return sorted(found, key=_event_time)
+
+
+def _stops(event: Object) -> bool:
+    return event.get("reason") not in ("MissingClusterDNS", "BackOff", "DNSConfigForming")
+
+
+def _about(event: Object, thing: Object) -> bool:
+    return bool(event.get("involvedObject", {}).get("uid") == thing["metadata"].get("uid"))
+
+
+def _event_time(event: Object) -> float:
+    return _time(event.get("firstTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
+
+
+def _age(pod: Object) -> tuple[float, str]:
+    return _time(pod["metadata"].get("creationTimestamp")), pod["metadata"]["name"]
+
+
+def _uid(pod: Object) -> str:
+    return str(pod["metadata"].get("uid"))
+
+
+def _time(text: str | None) -> float:
+    """Unix seconds; 0 for none and for the zero time that stands for none."""
+    if not text:
+        return 0.0
+    return max(0.0, datetime.fromisoformat(text).timestamp())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 3] + "..."

@@ -1,0 +1,386 @@
+"""The verdict on Jobs. The objects in `shapes/` are what Kubernetes 1.20.2 said, shortened; conditions that came later
+are made by hand, and the tests' names say so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.controller.backends.kubernetes.verdict import (
+    Ended,
+    Patience,
+    Pending,
+    Running,
+    Saving,
+    Seen,
+    Verdict,
+    verdict,
+)
+from leyden.controller.jobs import Exit
+
+SHAPES = Path(__file__).parent / "shapes"
+PATIENCE = Patience(queue_s=600, image_s=60, save_s=120)
+
+
+def at(clock: str) -> float:
+    return datetime.fromisoformat(f"2026-11-30T{clock}Z").timestamp()
+
+
+def seen(shape: str, **changes: Any) -> Seen:
+    recorded = json.loads((SHAPES / f"{shape}.json").read_text())
+    return Seen(**{"job": recorded["job"], "pods": recorded["pods"], "events": recorded["events"]} | changes)
+
+
+def judge(what: Seen, clock: str) -> Verdict:
+    return verdict(what, PATIENCE, at(clock))
+
+
+def own(code: int | None, started: str, ended: str, signal: int | None = None) -> Exit:
+    return Exit(code, signal, at(started), at(ended))
+
+
+def failed(error: str, started: str, ended: str) -> Exit:
+    return Exit(None, None, at(started), at(ended), error=error)
+
+
+def gone(what: Seen) -> frozenset[str]:
+    return frozenset(p["metadata"]["uid"] for p in what.pods)
+
+
+@pytest.mark.parametrize(
+    ("shape", "clock", "expected"),
+    [
+        ("succeeded", "08:12:00", Ended(own(0, "08:11:28", "08:11:28"))),
+        ("exit_3", "08:12:00", Ended(own(3, "08:11:28", "08:11:28"))),
+        ("running", "08:12:00", Running(at("08:11:29"))),
+        ("starting", "08:12:00", Pending("ContainerCreating")),
+        ("saving", "08:11:31", Saving(own(5, "08:11:29", "08:11:29"))),
+        ("saved", "08:12:00", Ended(own(5, "08:11:29", "08:11:29"), saved=True)),
+        ("killed", "08:16:07", Ended(Exit(None, None, at("08:15:59"), at("08:16:06"), killed="timeout"))),
+        ("killed_ending", "08:16:04", Running(at("08:15:59"))),
+        ("deadline_ending", "08:16:02", Running(at("08:15:59"))),
+    ],
+)
+def test_plain_ends(shape: str, clock: str, expected: Verdict) -> None:
+    """The harness container's own words, not the Job's counters. A pod that is being ended by Leyden or by the Job's
+    deadline still runs."""
+    assert judge(seen(shape), clock) == expected
+
+
+def test_a_keeper_that_hangs_is_given_up() -> None:
+    ended = Ended(own(5, "08:11:29", "08:11:29"), "the workspace was not saved within 120 s")
+    assert judge(seen("saving"), "08:13:29") == ended
+    assert judge(seen("saving"), "08:13:28") == Saving(own(5, "08:11:29", "08:11:29"))
+
+
+def test_what_ended_before_it_was_killed_ended_by_itself() -> None:
+    """A kill that came too late changes nothing; Kubernetes' clock has whole seconds."""
+    what = seen("killed")
+    assert what.job is not None
+    what.job["metadata"]["annotations"]["leyden/killed"] = f"timeout {at('08:16:07') + 0.5}"
+    assert judge(what, "08:16:08") == Ended(own(7, "08:15:59", "08:16:06"))
+
+
+def test_a_signal_is_told_from_an_exit_code() -> None:
+    what = seen("exit_3")
+    what.pods[0]["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] = 139
+    assert judge(what, "08:12:00") == Ended(own(None, "08:11:28", "08:11:28", signal=11))
+
+
+def test_oom() -> None:
+    """Case K07: OOMKilled under its own limit is the agent's end with the reason named; a killed child of a harness
+    that ended well is a warning."""
+    assert judge(seen("oom"), "08:12:00") == Ended(
+        own(137, "08:11:28", "08:11:29"), "OOMKilled(137): the container's memory limit is 20Mi"
+    )
+    assert judge(seen("oom_of_a_child"), "08:12:00") == Ended(
+        own(0, "08:11:28", "08:11:30"),
+        "a child of the harness was OOMKilled; the harness ended with exit 0; the memory limit is 20Mi",
+    )
+
+
+def test_evicted() -> None:
+    """Case K07: infrastructure, with the cluster's words."""
+    error = 'Evicted: Usage of EmptyDir volume "w" exceeds the limit "5Mi".'
+    assert judge(seen("evicted"), "08:17:00") == Ended(failed(error, "08:17:00", "08:17:00"))
+
+
+def test_disruption_target_made_by_hand() -> None:
+    """Case K07, Kubernetes 1.26 and later: the pod says what disrupted it."""
+    what = seen("exit_3")
+    status = what.pods[0]["status"]
+    status["containerStatuses"][0]["state"]["terminated"]["exitCode"] = 143
+    message = "Eviction API: evicting"
+    status["conditions"].append(
+        {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": message}
+    )
+    error = "EvictionByEvictionAPI: Eviction API: evicting"
+    assert judge(what, "08:12:00") == Ended(failed(error, "08:11:28", "08:11:28"))
+
+
+IMAGE = (
+    'ImagePullBackOff, image testbed.local/none:1: Back-off pulling image "testbed.local/none:1" (Failed: Failed to '
+    'pull image "testbed.local/none:1": rpc error: code = Unknown desc = failed to pull and unpack image '
+    '"testbed.local/none:1": failed to resolve reference "testbed.local/none:1": failed to do request: Head '
+    '"https://testbed.local/v2/none/manifests/1": proxyconnect tcp: dial tcp 127.0.0.1:1: connect: connection refused)'
+)
+
+
+def test_an_image_that_cannot_be_pulled() -> None:
+    """Case K05: pending for the patience since the first refusal, then infrastructure with the image's name."""
+    assert judge(seen("image_missing"), "08:12:27") == Pending(IMAGE)
+    assert judge(seen("image_missing"), "08:12:28") == Ended(
+        failed(f"not started after 60 s: {IMAGE}", "08:12:28", "08:12:28")
+    )
+
+
+def test_a_slow_pull_has_the_patience_of_the_queue() -> None:
+    """Case K05: ContainerCreating for minutes is no refusal."""
+    assert judge(seen("starting"), "08:21:25") == Pending("ContainerCreating")
+    error = "not started after 600 s: ContainerCreating"
+    assert judge(seen("starting"), "08:21:26") == Ended(failed(error, "08:21:26", "08:21:26"))
+
+
+def test_an_image_name_that_is_none_fails_at_once() -> None:
+    """Case K05."""
+    found = judge(seen("image_name_invalid"), "08:11:40")
+    assert isinstance(found, Ended)
+    assert found.exit.error is not None
+    assert found.exit.error.startswith(
+        'not started after 13 s: InvalidImageName, image Bad Name::: Failed to apply default image tag "Bad Name::"'
+    )
+
+
+def test_unschedulable() -> None:
+    """Case K06: the scheduler's own message, the queue's patience, never the agent's fault."""
+    why = "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
+    assert judge(seen("unschedulable"), "08:21:25") == Pending(why)
+    error = f"not started after 600 s: {why}"
+    assert judge(seen("unschedulable"), "08:21:26") == Ended(failed(error, "08:21:26", "08:21:26"))
+
+
+def test_the_jobs_deadline() -> None:
+    """Case K06: after a start it is the harness's time-out, before one it was the queue's."""
+    ending = seen("deadline_ending")
+    over = seen("deadline_ending", gone=gone(ending))
+    killed = Exit(None, None, at("08:15:59"), at("08:16:09"), killed="timeout")
+    assert judge(over, "08:16:09") == Ended(killed)
+    waiting = seen("unschedulable", gone=gone(seen("unschedulable")))
+    waiting.job["status"]["conditions"] = ending.job["status"]["conditions"]  # type: ignore[index]
+    assert judge(waiting, "08:12:00") == Ended(
+        failed(
+            "DeadlineExceeded before the harness started: Unschedulable: 0/1 nodes are available: 1 Insufficient cpu.",
+            "08:12:00",
+            "08:12:00",
+        )
+    )
+
+
+def test_a_deadline_is_seen_in_the_pod_before_it_is_in_the_job() -> None:
+    """Case K06: the Job controller deletes the pod first and writes the condition afterwards."""
+    what = seen("deadline_ending")
+    assert what.job is not None
+    del what.job["status"]["conditions"]
+    assert judge(what, "08:16:02") == Running(at("08:15:59"))
+    del what.job["spec"]["activeDeadlineSeconds"]
+    name = "deadline2-jp68r"
+    assert judge(what, "08:16:02") == Ended(failed(f"the pod {name} was deleted while it ran", "08:15:59", "08:16:02"))
+
+
+def test_a_deleted_pod_that_never_goes_is_given_up() -> None:
+    """A node that is lost never confirms."""
+    assert judge(seen("deadline_ending"), "08:16:36") == Running(at("08:15:59"))
+    killed = Exit(None, None, at("08:15:59"), at("08:16:37"), killed="timeout")
+    assert judge(seen("deadline_ending"), "08:16:37") == Ended(killed)
+    assert judge(seen("killed_ending"), "08:16:40") == Ended(
+        Exit(None, None, at("08:15:59"), at("08:16:40"), killed="timeout")
+    )
+
+
+def test_a_pod_deleted_by_somebody_else() -> None:
+    """At once, before the pod that the Job controller starts in its place does any harm. That pod counts for nothing,
+    also where the first one is gone."""
+    error = "the pod poddel-d97vh was deleted while it ran"
+    assert judge(seen("pod_deleted"), "08:11:34") == Ended(failed(error, "08:11:28", "08:11:34"))
+    assert judge(seen("pod_deleted_replaced"), "08:11:40") == Ended(failed(error, "08:11:28", "08:11:35"))
+
+
+def test_a_deleted_job() -> None:
+    """Case K03: while its harness ran, infrastructure at once; after its end, that end counts."""
+    name = seen("job_deleted").pods[0]["metadata"]["name"]
+    error = f"the Job of the pod {name} was deleted while it ran"
+    assert judge(seen("job_deleted"), "08:11:37") == Ended(failed(error, "08:11:29", "08:11:37"))
+    error = f"the Job of the pod {seen('job_deleted_foreground').pods[0]['metadata']['name']} was deleted while it ran"
+    assert judge(seen("job_deleted_foreground"), "08:16:05") == Ended(failed(error, "08:15:59", "08:16:05"))
+    after = seen("succeeded", job=None)
+    assert judge(replace_gone(after), "08:12:00") == Ended(own(0, "08:11:28", "08:11:28"))
+
+
+def replace_gone(what: Seen) -> Seen:
+    return Seen(what.job, what.pods, what.events, gone(what))
+
+
+def test_job_and_pods_gone_without_a_trace() -> None:
+    """Case K03: nothing was seen, so nothing is known."""
+    error = "the Job disappeared, and no pod of it was seen"
+    assert judge(Seen(None), "08:12:00") == Ended(failed(error, "08:12:00", "08:12:00"))
+
+
+def test_pods_gone_before_they_were_read() -> None:
+    """Case K03: a complete Job says that all ended with exit 0; a failed one does not say who failed."""
+    assert judge(seen("succeeded", pods=[]), "08:12:00") == Ended(
+        own(0, "08:11:26", "08:11:29"), "the pod was gone before its exit was read; the Job is complete"
+    )
+    error = "BackoffLimitExceeded: Job has reached the specified backoff limit; the pod was gone before it was read"
+    assert judge(seen("exit_3", pods=[]), "08:12:00") == Ended(failed(error, "08:11:26", "08:12:00"))
+    killed = Exit(None, None, at("08:17:00"), at("08:17:00"), killed="timeout")
+    assert judge(seen("killed", pods=[]), "08:17:00") == Ended(killed)
+
+
+def conditions(*types: str, reason: str = "", **status: Any) -> Seen:
+    """A Job without pods whose conditions are `types`, in that order: by hand, for what 1.20 does not say."""
+    what = seen("succeeded", pods=[], changed=at("08:11:30"))
+    assert what.job is not None
+    made = [
+        {"type": t, "status": "True", "reason": reason, "lastTransitionTime": "2026-11-30T08:11:29Z"} for t in types
+    ]
+    job = copy.deepcopy(what.job)
+    job["status"] = {"conditions": made, "startTime": "2026-11-30T08:11:26Z", **status}
+    return Seen(job, (), (), frozenset(), what.changed)
+
+
+@pytest.mark.parametrize("order", [("SuccessCriteriaMet", "Complete"), ("Complete", "SuccessCriteriaMet")])
+def test_success_conditions_in_any_order_made_by_hand(order: tuple[str, str]) -> None:
+    """Case K04, Kubernetes 1.30 and later."""
+    assert judge(conditions(*order), "08:12:00") == Ended(
+        own(0, "08:11:26", "08:11:29"), "the pod was gone before its exit was read; the Job is complete"
+    )
+
+
+@pytest.mark.parametrize("order", [("FailureTarget", "Failed"), ("Failed", "FailureTarget")])
+def test_failure_conditions_in_any_order_made_by_hand(order: tuple[str, str]) -> None:
+    """Case K04, Kubernetes 1.31 and later."""
+    error = "DeadlineExceeded; the pod was gone before it was read"
+    assert judge(conditions(*order, reason="DeadlineExceeded"), "08:12:00") == Ended(
+        failed(error, "08:11:26", "08:12:00")
+    )
+
+
+@pytest.mark.parametrize(
+    "what",
+    [conditions("SuccessCriteriaMet"), conditions(failed=1), conditions("FailureTarget", failed=1)],
+    ids=["SuccessCriteriaMet", "counter", "FailureTarget"],
+)
+def test_no_verdict_before_a_final_condition_made_by_hand(what: Seen) -> None:
+    """Case K04: still running; the wait for the condition is bounded."""
+    waits = "the pod is gone and the Job has no condition yet"
+    assert judge(what, "08:11:59") == Pending(waits)
+    assert judge(what, "08:12:00") == Ended(failed(f"not started after 30 s: {waits}", "08:12:00", "08:12:00"))
+
+
+def test_a_running_harness_runs_whatever_the_job_says_made_by_hand() -> None:
+    """Case K04: SuccessCriteriaMet and counters are no verdict while the pod runs."""
+    what = seen("running")
+    assert what.job is not None
+    what.job["status"] |= {"conditions": [{"type": "SuccessCriteriaMet", "status": "True"}], "failed": 1}
+    assert judge(what, "08:12:00") == Running(at("08:11:29"))
+
+
+def test_pod_failure_policy_made_by_hand() -> None:
+    """Case K04, Kubernetes 1.26 and later: the container's exit is still the agent's own."""
+    what = seen("exit_3")
+    assert what.job is not None
+    what.job["status"]["conditions"] = [
+        {"type": "FailureTarget", "status": "True", "reason": "PodFailurePolicy"},
+        {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "Container harness failed"},
+    ]
+    assert judge(what, "08:12:00") == Ended(own(3, "08:11:28", "08:11:28"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (
+            "pods_over_quota",
+            'FailedCreate: Error creating: pods "quotapods-lqmqx" is forbidden: exceeded quota: q, requested: pods=1, '
+            "used: pods=0, limited: pods=0",
+        ),
+        (
+            "pods_refused",
+            'FailedCreate: Error creating: pods "nosa-" is forbidden: error looking up service account rec/none: '
+            'serviceaccount "none" not found',
+        ),
+    ],
+)
+def test_a_job_whose_pods_are_refused(shape: str, why: str) -> None:
+    """Case K08: the event's text while it waits, and in the failure after the queue's budget."""
+    what = seen(shape)
+    assert what.job is not None
+    created = datetime.fromisoformat(what.job["metadata"]["creationTimestamp"]).timestamp()
+    assert verdict(what, PATIENCE, created + 599) == Pending(why)
+    end = created + 600
+    error = f"not started after 600 s: {why}"
+    assert verdict(what, PATIENCE, end) == Ended(Exit(None, None, end, end, error=error))
+
+
+def test_a_container_that_cannot_be_made() -> None:
+    """A missing Secret is refused and given up like an image, a missing volume like a full queue."""
+    why = 'CreateContainerConfigError: secret "none" not found'
+    assert judge(seen("secret_missing"), "08:11:45") == Pending(why)
+    assert isinstance(judge(seen("secret_missing"), "08:12:45"), Ended)
+    why = 'ContainerCreating (FailedMount: MountVolume.SetUp failed for volume "w" : secret "none" not found)'
+    assert judge(seen("volume_missing"), "08:12:45") == Pending(why)
+
+
+def test_a_command_that_does_not_exist() -> None:
+    """The harness never ran: infrastructure, with the runtime's words; 1970 is no start."""
+    found = judge(seen("command_missing"), "08:12:00")
+    assert found == Ended(
+        failed(
+            "the harness could not be started: failed to create containerd task: failed to create shim task: OCI "
+            'runtime create failed: runc create failed: unable to start container process: exec: "/nothing": stat '
+            "/nothing: no such file or directory: unknown",
+            "08:11:29",
+            "08:11:29",
+        )
+    )
+
+
+def test_an_init_container_that_fails() -> None:
+    error = "the init container unpack ended with exit 4: Error"
+    assert judge(seen("init_failed"), "08:12:00") == Ended(failed(error, "08:12:00", "08:12:00"))
+
+
+def test_a_lost_node() -> None:
+    """The kubelet is silent; where no taint evicts (the whole zone is down), the pod would run for ever."""
+    assert judge(seen("node_lost"), "08:18:15") == Running(at("08:12:26"))
+    error = "NodeLost: the node node1 is not ready for 300 s"
+    assert judge(seen("node_lost"), "08:18:16") == Ended(failed(error, "08:12:26", "08:18:16"))
+
+
+def test_a_taint_eviction_made_by_hand() -> None:
+    """Where only some nodes are down, the taint manager deletes the pod."""
+    what = seen("pod_deleted")
+    pod = what.pods[0]
+    event = {
+        "type": "Normal",
+        "reason": "TaintManagerEviction",
+        "involvedObject": {"uid": pod["metadata"]["uid"]},
+        "metadata": {},
+    }
+    error = "NodeLost: the pod poddel-d97vh was deleted because its node node1 is not ready"
+    assert judge(Seen(what.job, what.pods, [event]), "08:11:40") == Ended(failed(error, "08:11:28", "08:11:40"))
+
+
+def test_long_messages_are_cut() -> None:
+    what = seen("init_failed")
+    done = what.pods[0]["status"]["initContainerStatuses"][0]["state"]["terminated"]
+    done["message"] = "x" * 5000
+    found = judge(what, "08:12:00")
+    assert isinstance(found, Ended)
+    assert found.exit.error == ("the init container unpack ended with exit 4: " + "x" * 5000)[:997] + "..."

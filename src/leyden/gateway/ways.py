@@ -25,7 +25,7 @@ from leyden.gateway.sampling import of_call
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
 from leyden.trajectory.causes import ForkCause, sibling_cause
-from leyden.trajectory.continuity import extended, find, has_reasoning
+from leyden.trajectory.continuity import extended, find
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations
 from leyden.trajectory.text import find_text, prompt_keys, root_cause
@@ -193,7 +193,8 @@ class EngineRendered:
             cause = _root_cause(known, request, tools_key, keys)
         else:
             cause = ForkCause.CONTINUITY_OFF if known.nodes else None
-        return Prompt(ids, parent, cause, keys, tools_key, has_reasoning(request.messages))
+        reasoning = any(message.get("reasoning_content") for message in request.messages)
+        return Prompt(ids, parent, cause, keys, tools_key, reasoning)
 
 
 def _root_cause(known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]) -> ForkCause | None:

@@ -245,18 +245,31 @@ async def test_a_doubled_bos_is_kept_counted_and_named_once(tmp_path: Path, capl
         assert 0 not in two.delta_P
 
 
-async def test_a_tokenizer_that_reads_the_rest_otherwise_is_a_fork(tmp_path: Path) -> None:
-    """Some tokenizers put a blank before each text that they encode: the rest alone would not read as it was sent."""
+@pytest.mark.parametrize(
+    ("normalizer", "rest", "cause"),
+    [
+        ({"type": "Prepend", "prepend": " "}, "\nQ:", "text_tokenised_whole"),
+        ({"type": "NFC"}, " e\u0301\nQ:", None),
+    ],
+)
+async def test_a_rest_has_to_read_as_it_was_sent(
+    tmp_path: Path, normalizer: dict[str, str], rest: str, cause: str | None
+) -> None:
+    """Some tokenizers put a blank before each text that they encode: the rest by itself would have one too many.
+    Others compose letters, which is the same in a whole and in a rest.
+    """
     path = make_tiny_model(tmp_path / "model", weights=False) / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Prepend", "prepend": " "}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
     renderer = ModelRenderer(str(path.parent), "qwen3", "template")
     async with serving(make_config(tmp_path, path.parent), renderer) as gateway:
         rollout_id, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         gateway.engine.spell = lambda text: renderer._tokenizer.convert_tokens_to_ids(list(text))
         gateway.engine.replies = [cut(gateway.engine, "fox"), "dog"]
-        text = PROMPT + (await complete(client, PROMPT)).choices[0].text
-        await complete(client, text + "\nQ:")
-        _, two = await gateway.turns(rollout_id)
-        assert (two.parent_id, two.fork_cause) == (None, "text_tokenised_whole")
-        assert gateway.engine.requests[1].prompt_ids == renderer.encode(text + "\nQ:", add_special_tokens=True)
+        text = PROMPT + (await complete(client, PROMPT)).choices[0].text + rest
+        await complete(client, text)
+        one, two = await gateway.turns(rollout_id)
+        assert (two.parent_id, two.fork_cause) == (None if cause else one.turn_id, cause)
+        whole = renderer.encode(text, add_special_tokens=True)
+        assert (gateway.engine.requests[1].prompt_ids == whole) == (cause is not None)
+        assert renderer.decode(gateway.engine.requests[1].prompt_ids) == renderer.decode(whole)

@@ -56,7 +56,7 @@ def with_tools(shown: Shown) -> str:
     if not shown.tools:
         return TITLE
     if shown.calls == 0:
-        return thought("  I will run it. \n\n" + call(shown, "echo one café >> hi.txt"))
+        return thought("  I will  run it.\n\n  Now. \n\n" + call(shown, "echo one café >> hi.txt"))
     if shown.calls == 1:
         return call(shown, "echo two >> hi.txt") + "\n" + call(shown, "echo three >> hi.txt")
     name = next((name for name in ENDS if name in shown.tools), None)
@@ -68,10 +68,11 @@ def with_tools(shown: Shown) -> str:
 
 
 def mini_text(shown: Shown) -> str:
-    """For mini-swe-agent in text mode: a fenced command in each reply."""
+    """For mini-swe-agent in text mode: a fenced command in each reply; the second has no reasoning, so its blanks stay."""
     commands = ("echo one café > hi.txt", "echo two >> hi.txt; echo three >> hi.txt", f"{MINI_END}; echo {END}")
     command = commands[min(shown.replies, 2)]
-    return thought(f"  THOUGHT: run it. \n\n```mswea_bash_command\n{command}\n```\n")
+    text = f"  THOUGHT: run  it. \n\n```mswea_bash_command\n{command}\n```\n"
+    return text if shown.replies == 1 else thought(text)
 
 
 def smolagents_code(shown: Shown) -> str:

@@ -16,10 +16,11 @@ from leyden.trajectory.causes import ForkCause, sibling_cause
 from leyden.trajectory.continuity import Continuation, extended, find, has_reasoning
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations, Node
-from leyden.trajectory.text import TextContinuation, find_text, prompt_keys, root_cause
+from leyden.trajectory.text import find_text, prompt_keys, root_cause
 from leyden.types import Ids, Json
 
 log = logging.getLogger(__name__)
+NEAR_TOKENS = 8  # of what goes before, for reading a text's continuation in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +106,37 @@ class Prompter:
         self, known: Conversations, prompt: str | list[int]
     ) -> tuple[list[int], Node | None, ForkCause | None]:
         """The ids, the turn that they continue, and the cause if there is none."""
-        ids = self._renderer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        cause = None
+        if isinstance(prompt, str) and self._continuity:
+            found = find_text(known, prompt)
+            cause = found.cause
+            if found.parent is not None:
+                exact = self._exact(found.parent, found.rest, prompt)
+                if isinstance(exact, list):
+                    return exact, found.parent, None
+                cause = exact
+        ids = self._whole(prompt) if isinstance(prompt, str) else prompt
+        parent = extended(known, np.asarray(ids, dtype=np.int32))
         if not self._continuity:
-            return ids, None, ForkCause.CONTINUITY_OFF if known.nodes else None
-        found = find_text(known, prompt) if isinstance(prompt, str) else TextContinuation(root_cause(known, prompt))
-        cause = found.cause
-        if found.parent is not None:
-            exact = self._exact(found.parent, found.rest)
-            if exact is not None and self._renderer.text(exact) == self._renderer.text(ids):
-                return exact, found.parent, None
-            cause = ForkCause.STOP_TOKEN if exact is None else ForkCause.TOKENISED_WHOLE
-        return ids, extended(known, np.asarray(ids, dtype=np.int32)), cause
+            return ids, parent, ForkCause.CONTINUITY_OFF if known.nodes else None
+        return ids, parent, cause or (None if parent else root_cause(known, prompt))
 
-    def _exact(self, parent: Node, rest: str) -> list[int] | None:
-        """The turn's ids and those of `rest`; None if it ended with a stop token that `rest` does not begin with."""
+    def _exact(self, parent: Node, rest: str, text: str) -> list[int] | ForkCause:
+        """The turn's ids and those of `rest`, if they read as `text`; else why `text` cannot go on like that."""
         before = [*parent.prompt_ids(), *parent.sampled_T.tolist()]
         after = self._renderer.encode(rest, add_special_tokens=False)
-        stop = [i for i in parent.sampled_T[-1:].tolist() if i in self._renderer.stop_token_ids]
-        return before + after[len(stop) :] if after[: len(stop)] == stop else None
+        stop = [i for i in before[-1:] if len(parent.sampled_T) and i in self._renderer.stop_token_ids]
+        if after[: len(stop)] != stop:
+            return ForkCause.STOP_TOKEN
+        ids = before + after[len(stop) :]
+        near = before[: len(before) - len(stop)][-NEAR_TOKENS:]
+        decode, shown = self._renderer.decode, self._renderer.text
+        if decode(near + after) == decode(near) + rest or shown(ids) == shown(self._whole(text)):
+            return ids
+        return ForkCause.TOKENISED_WHOLE
+
+    def _whole(self, text: str) -> list[int]:
+        return self._renderer.encode(text, add_special_tokens=True)
 
     def _find(self, known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]) -> Continuation:
         if not self._continuity:

@@ -31,12 +31,12 @@ def prompt_keys(prompt: str | Sequence[int]) -> list[bytes]:
 
 def find_text(known: Conversations, text: str) -> TextContinuation:
     """The turn with the longest text that `text` begins with, or why there is none."""
-    begun = [node for node in known.nodes.values() if _begins_with(text, node)]
-    ends = {node.turn_id: node.depth + len(node.reply["content"]) for node in begun}
-    parents = [node for node in begun if text.startswith(node.reply["content"], node.depth)]
-    if not parents:
+    replied = [node for node in known.nodes.values() if text.startswith(node.reply["content"], node.depth)]
+    ends = {node.turn_id: node.depth + len(node.reply["content"]) for node in replied}
+    longest_first = sorted(replied, key=lambda node: (ends[node.turn_id], node.turn_id), reverse=True)
+    parent = next((node for node in longest_first if _begins_with(text, node)), None)
+    if parent is None:
         return TextContinuation(root_cause(known, text))
-    parent = max(parents, key=lambda node: (ends[node.turn_id], node.turn_id))
     if not parent.bridgeable:
         return TextContinuation(ForkCause.STOP_STRING)
     return TextContinuation(None, parent, text[ends[parent.turn_id] :])

@@ -217,6 +217,8 @@ async def test_a_default_client_survives_a_pause(
         await asyncio.sleep(0.7)
         assert len(gateway.engine.requests) == 1
         assert 0.5 < (await gateway.client.rollout(rollout_id)).held_s < 10
+        (listed,), _ = await gateway.client.rollouts()
+        assert listed.held_s > 0.5, "a controller that reads the list would think the deadline has come"
         await gateway.client.resume()
         answer = await pending
         if stream:

@@ -163,13 +163,16 @@ class ControlApi:
             left = deadline - time.monotonic()
             if rows or left <= 0 or self.feed.closed:
                 cursor = rows[-1]["change"] if len(rows) == limit else max(newest, after)
-                return {"rollouts": rows, "cursor": cursor}
+                return {"rollouts": [self._with_hold(row) for row in rows], "cursor": cursor}
             await self.feed.wait(left)
 
     async def get_rollout(self, request: Request, _: Claims) -> Json:
-        rollout = self.store.rollouts.get(_rollout_id(request))
-        rollout["held_s"] += self.turns.attempts.held_now(rollout["rollout_id"], rollout["attempt"])
-        return rollout
+        return self._with_hold(self.store.rollouts.get(_rollout_id(request)))
+
+    def _with_hold(self, rollout: Json) -> Json:
+        """With the hold that goes on; a controller that is told less kills the harness."""
+        held_s = rollout["held_s"] + self.turns.attempts.held_now(rollout["rollout_id"], rollout["attempt"])
+        return rollout | {"held_s": held_s}
 
     async def claim(self, request: Request, _: Claims) -> Json:
         body = await self._body(request, ClaimBody)

@@ -52,11 +52,12 @@ def main() -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     ended = [(case, outcome) for (case, _), outcome in zip(jobs, outcomes, strict=True)]
-    report.write(BUILD / "harnesses.json", ended, skipped)
+    report.write(BUILD / "harnesses.json", ended, {name: why.reason for name, why in skipped.items()})
     Console(width=240 if not sys.stdout.isatty() else None).print(report.table(ended))
-    for name, reason in skipped.items():
-        print(f"skipped: {name}: {reason}")
-    sys.exit(any(report.problems(case, outcome) for case, outcome in ended) or "failed" in str(skipped))
+    for name, why in skipped.items():
+        print(f"skipped: {name}: {why.reason}")
+    failed = any(why.failed for why in skipped.values())
+    sys.exit(failed or any(report.problems(case, outcome) for case, outcome in ended))
 
 
 def arguments() -> argparse.Namespace:

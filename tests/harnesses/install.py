@@ -24,6 +24,14 @@ class NotHere(Exception):
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Why a package is not there; `failed` if the machine has all that it needs."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class Python:
     """Packages for a virtual environment of their own."""
 
@@ -81,11 +89,11 @@ def installed() -> Path:
     return Path(os.environ.get("LEYDEN_HARNESSES") or Path.home() / ".cache" / "leyden" / "harnesses")
 
 
-def install(names: Iterable[str]) -> dict[str, str]:
-    """Install what is missing. The packages that are not there afterwards, with the reason."""
+def install(names: Iterable[str]) -> dict[str, Missing]:
+    """Install what is missing. The packages that are not there afterwards."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        reasons = dict(zip(names, pool.map(_install, names), strict=True))
-    return {name: reason for name, reason in reasons.items() if reason}
+        found = {name: pool.submit(_install, name) for name in names}
+    return {name: missing for name, future in found.items() if (missing := future.result())}
 
 
 def interpreter(lowest: tuple[int, int]) -> str:
@@ -98,7 +106,7 @@ def interpreter(lowest: tuple[int, int]) -> str:
     return sys.executable
 
 
-def _install(name: str) -> str | None:
+def _install(name: str) -> Missing | None:
     package, folder = PACKAGES[name], installed() / name
     done = folder / ".installed"
     if done.exists() and json.loads(done.read_text()) == list(package.needs):
@@ -109,9 +117,9 @@ def _install(name: str) -> str | None:
     try:
         package.install(folder)
     except NotHere as reason:
-        return str(reason)
+        return Missing(str(reason))
     except subprocess.CalledProcessError as error:
-        return f"the installation failed: {(error.stderr or str(error))[-500:]}"
+        return Missing(f"the installation failed: {(error.stderr or str(error))[-500:]}", failed=True)
     done.write_text(json.dumps(package.needs))
     return None
 
@@ -122,9 +130,9 @@ def _quiet(command: list[str | Path], cwd: Path | None = None) -> None:
 
 def main() -> None:
     missing = install(sys.argv[1:] or PACKAGES)
-    for name, reason in missing.items():
-        print(f"not installed: {name}: {reason}")
-    sys.exit(bool(missing))
+    for name, why in missing.items():
+        print(f"not installed: {name}: {why.reason}")
+    sys.exit(any(why.failed for why in missing.values()))
 
 
 if __name__ == "__main__":

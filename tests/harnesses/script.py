@@ -68,7 +68,7 @@ def with_tools(shown: Shown) -> str:
 
 
 def mini_text(shown: Shown) -> str:
-    """For mini-swe-agent in text mode: a fenced command in each reply; the second has no reasoning, so its blanks stay."""
+    """For mini-swe-agent in text mode: a fenced command in each reply. The second has no reasoning; its blanks stay."""
     commands = ("echo one café > hi.txt", "echo two >> hi.txt; echo three >> hi.txt", f"{MINI_END}; echo {END}")
     command = commands[min(shown.replies, 2)]
     text = f"  THOUGHT: run  it. \n\n```mswea_bash_command\n{command}\n```\n"

@@ -9,7 +9,8 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
-from leyden.controller.launch import attempt_paths, render
+from leyden.controller.launch import attempt_paths
+from leyden.controller.templates import render
 from leyden.errors import LaunchError
 
 Config = Callable[..., RunConfig]
@@ -92,9 +93,12 @@ def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> N
         ("{{ 'a' * 1000000000 }}", r"\* is only for small numbers"),
         ("{{ 9 ** 999999999 }}", r"\*\* is only for small numbers"),
         ("{{ '%9999999999d' % 1 }}", "% is only for small numbers"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "macros, calls and recursive loops are refused"),
+        ("{% for x in task recursive %}{{ loop(task) }}{% endfor %}", "macros, calls and recursive loops are refused"),
     ],
 )
 def test_templates_are_strict_and_bounded(template: str, message: str) -> None:
+    """Case S04."""
     with pytest.raises(LaunchError, match=message):
         render("harness.command[3]", template, {"task": {"prompt": "x"}})
 

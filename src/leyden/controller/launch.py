@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import UndefinedError
 
 from leyden.config import RunConfig
 from leyden.controller.jobs import Job, grader_job, harness_job
+from leyden.controller.templates import render, render_strictly
 from leyden.errors import LaunchError
 from leyden.types import Json
 
 GRADE = Path(__file__).with_name("grade.py")
-MOST_CHARS = 1 << 20
-MOST_RANGE = 1000
-DEEPEST_LOOP = 2
 # What a harness is told to use; named in the warning about a harness that made no call.
 BASE_URL_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL")
 
@@ -147,72 +144,10 @@ def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str])
     environment = _inherited(parent, url) | _endpoints(url)
     for name, text in config.harness.env.items():
         try:
-            environment[name] = _render(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
+            environment[name] = render_strictly(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
         except UndefinedError:
             continue
     return environment
-
-
-def render(name: str, text: str, known: Mapping[str, Any]) -> str:
-    """One template of the run file, called `name` in errors. Raises LaunchError."""
-    try:
-        return _render(name, text, known)
-    except UndefinedError as error:
-        raise LaunchError(f"{name}: {error.message}; known are {', '.join(sorted(known))}") from None
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """No access to Python's insides; products and paddings that could fill the memory are refused."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if not all(isinstance(v, int | float) for v in (left, right)) or (operator == "**" and abs(right) > 64):
-            raise TemplateError(f"{operator} is only for small numbers")
-        return super().call_binop(context, operator, left, right)
-
-
-def _sandbox() -> _Sandbox:
-    sandbox = _Sandbox(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)
-    sandbox.globals = {"range": _short_range}
-    for name in ("center", "format", "indent", "wordwrap", "pprint"):
-        del sandbox.filters[name]
-    return sandbox
-
-
-def _short_range(*bounds: int) -> range:
-    numbers = range(*bounds)
-    if len(numbers) > MOST_RANGE:
-        raise TemplateError(f"range of {len(numbers)} numbers; at most {MOST_RANGE}")
-    return numbers
-
-
-def _render(name: str, text: str, known: Mapping[str, Any]) -> str:
-    sandbox = _sandbox()
-    try:
-        if _loop_depth(sandbox.parse(text)) > DEEPEST_LOOP:
-            raise TemplateError(f"loops are nested deeper than {DEEPEST_LOOP}")
-        template: Template = sandbox.from_string(text)
-        return _bounded(template, known)
-    except UndefinedError:
-        raise
-    except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise LaunchError(f"{name}: the template {text[:200]!r} cannot be rendered: {error}") from None
-
-
-def _loop_depth(node: nodes.Node) -> int:
-    inner = max(map(_loop_depth, node.iter_child_nodes()), default=0)
-    return inner + isinstance(node, nodes.For)
-
-
-def _bounded(template: Template, known: Mapping[str, Any]) -> str:
-    parts, size = [], 0
-    for part in template.generate(known):
-        size += len(part)
-        if size > MOST_CHARS:
-            raise TemplateError(f"the text is longer than {MOST_CHARS} characters")
-        parts.append(part)
-    return "".join(parts)
 
 
 def _static_variables(config: RunConfig) -> dict[str, Any]:

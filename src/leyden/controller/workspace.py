@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller.launch import AttemptPaths, render, variables
+from leyden.controller.launch import AttemptPaths, variables
+from leyden.controller.templates import render
 from leyden.errors import LaunchError
 from leyden.types import Json
 

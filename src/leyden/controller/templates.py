@@ -24,11 +24,16 @@ def render(name: str, text: str, known: Mapping[str, Any]) -> str:
 
 
 def render_strictly(
-    name: str, text: str, known: Mapping[str, Any], finalize: Callable[[Any], Any] | None = None
+    name: str,
+    text: str,
+    known: Mapping[str, Any],
+    finalize: Callable[[Any], Any] | None = None,
+    filters: Mapping[str, Callable[..., Any]] | None = None,
 ) -> str:
     """The same, but a name that is not known raises jinja2's UndefinedError. `finalize` sees each value printed."""
     sandbox = _sandbox()
     sandbox.finalize = finalize
+    sandbox.filters.update(filters or {})
     try:
         _check_loops(sandbox.parse(text))
         template: Template = sandbox.from_string(text)

@@ -12,7 +12,7 @@ Objects are the API's JSON. Times are Unix seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
@@ -20,7 +20,7 @@ from typing import Any
 
 from leyden.controller.jobs import TIMEOUT, Exit
 
-HARNESS = "harness"
+MAIN = frozenset({"harness", "grader"})
 KEEPER = "keep"
 # On the Job: why and when Leyden ended it, `timeout 1790000000.25`.
 KILLED = "leyden/killed"
@@ -98,7 +98,7 @@ def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     kill = _kill(seen.job)
     if pod is None:
         return _without_pod(seen, patience, kill, now)
-    harness = _container(pod, HARNESS)
+    harness = _container(pod, MAIN)
     done = harness.get("state", {}).get("terminated")
     if done:
         return _after_harness(seen, pod, done, patience, kill, now)
@@ -122,7 +122,7 @@ def _after_harness(
         exit_ = Exit(None, None, started, ended, killed=reason)
     elif reason:
         exit_ = Exit(None, None, started, ended, error=reason)
-    others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] != HARNESS]
+    others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
     over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     if all("terminated" in state for state in others) or over:
         return Ended(exit_, note, _saved(pod))
@@ -296,13 +296,13 @@ def _waits(pod: Object) -> str:
         if waiting and waiting.get("reason") != "PodInitializing":
             image = f", image {status.get('image')}" if waiting.get("reason") in _NO_IMAGE | _NEVER else ""
             return f"{waiting.get('reason')}{image}: {waiting.get('message', '')}".rstrip(": ")
-        if "running" in status.get("state", {}) and status["name"] not in (HARNESS, KEEPER):
+        if "running" in status.get("state", {}) and status["name"] not in MAIN | {KEEPER}:
             return f"the init container {status['name']} runs"
     return "the pod was not seen by a node yet"
 
 
 def _saved(pod: Object) -> bool:
-    return bool(_container(pod, KEEPER).get("state", {}).get("terminated", {}).get("exitCode") == 0)
+    return bool(_container(pod, {KEEPER}).get("state", {}).get("terminated", {}).get("exitCode") == 0)
 
 
 def _kill(job: Object | None) -> tuple[str, float] | None:
@@ -348,13 +348,13 @@ def _statuses(pod: Object) -> list[Object]:
     return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
 
 
-def _container(pod: Object, name: str) -> Object:
-    return next((c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] == name), {})
+def _container(pod: Object, names: Collection[str]) -> Object:
+    return next((c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] in names), {})
 
 
 def _memory_limit(pod: Object) -> str:
     for container in pod["spec"]["containers"]:
-        if container["name"] == HARNESS:
+        if container["name"] in MAIN:
             return str(container.get("resources", {}).get("limits", {}).get("memory", "the node's"))
     return "the node's"
 

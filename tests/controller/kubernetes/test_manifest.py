@@ -1,0 +1,330 @@
+"""Jobs and Secrets from templates: names, variables, what strangers' values cannot do."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from leyden.controller.backends.kubernetes.document import render_document
+from leyden.controller.backends.kubernetes.manifest import Manifest, Pods, Program, is_ours, job_name, manifest
+from leyden.errors import LaunchError
+
+PODS = Pods(namespace="runs", keeper_image="leyden:1", keeper="print('keeper')")
+PROGRAM = Program(
+    job_id="step1-g0-m3.2",
+    run="micro_swe",
+    rollout_id="step1-g0-m3",
+    attempt=2,
+    url="http://gateway:8000",
+    workspace_key="CANARY-workspace",
+    deadline_s=900,
+    known={
+        "image": "agent:1",
+        "command": ["mini", "--task", "cost: $(LEYDEN_KEY) $5"],
+        "workspace": "/workspace",
+        "resources": {"limits": {"memory": "1Gi"}},
+        "task": {"v": "x", "n": 3},
+    },
+    env={"OPENAI_BASE_URL": "http://gateway:8000/v1", "PRICE": "$(LEYDEN_KEY)"},
+    keys={"LEYDEN_KEY": "CANARY-agent", "OPENAI_API_KEY": "CANARY-agent"},
+    archive=b"packed",
+    files={"task.json": b"{}"},
+)
+CONTAINER = """
+apiVersion: batch/v1
+kind: Job
+spec: {template: {spec: {containers: [{name: harness, image: a, env: [{name: V, value: %s}]}]}}}
+"""
+
+
+def main(made: Manifest, name: str = "harness") -> dict[str, Any]:
+    (found,) = [c for c in made.job["spec"]["template"]["spec"]["containers"] if c["name"] == name]
+    return found
+
+
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    names = [e["name"] for e in container["env"]]
+    assert len(names) == len(set(names))
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]}
+
+
+def with_template(template: str, **known: Any) -> Manifest:
+    return manifest(replace(PODS, template=template), replace(PROGRAM, known={**PROGRAM.known, **known}))
+
+
+def test_the_default_template() -> None:
+    made = manifest(PODS, PROGRAM)
+    name = "micro-swe-step1-g0-m3-cc9470e698-2"
+    spec = made.job["spec"]
+    pod = spec["template"]["spec"]
+    assert made.job["metadata"] == {
+        "name": name,
+        "namespace": "runs",
+        "labels": {
+            "app.kubernetes.io/managed-by": "leyden",
+            "leyden/run": "micro_swe",
+            "leyden/rollout": "step1-g0-m3",
+            "leyden/attempt": "2",
+            "leyden/job": "step1-g0-m3.2",
+        },
+        "annotations": {"leyden/job-id": "step1-g0-m3.2"},
+    }
+    assert spec["template"]["metadata"]["labels"] == made.job["metadata"]["labels"]
+    assert {k: v for k, v in spec.items() if k != "template"} == {
+        "backoffLimit": 0,
+        "completions": 1,
+        "parallelism": 1,
+        "podReplacementPolicy": "Failed",
+        "activeDeadlineSeconds": 900,
+        "ttlSecondsAfterFinished": 3600,
+    }
+    assert (pod["restartPolicy"], pod["shareProcessNamespace"]) == ("Never", True)
+    assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
+    assert [c["name"] for c in pod["initContainers"]] == ["unpack"]
+    assert [c["name"] for c in pod["containers"]] == ["keep", "harness"]
+    harness = main(made)
+    assert (harness["image"], harness["workingDir"]) == ("agent:1", "/workspace")
+    assert harness["resources"] == {"limits": {"memory": "1Gi"}}
+    assert harness["volumeMounts"] == [
+        {"name": "leyden", "mountPath": "/workspace", "subPath": "workspace"},
+        {"name": "leyden-files", "mountPath": "/leyden/files", "readOnly": True},
+    ]
+
+
+def test_no_secret_in_the_job() -> None:
+    """Case S02: keys come from the Secret; nothing that the harness mounts holds the keeper's key."""
+    made = manifest(PODS, PROGRAM)
+    assert "CANARY" not in json.dumps(made.job)
+    assert "CANARY" not in repr(made) + repr(PROGRAM)
+    name = job_name(PROGRAM)
+    assert variables(main(made)) == {
+        "OPENAI_BASE_URL": "http://gateway:8000/v1",
+        "PRICE": "$$(LEYDEN_KEY)",
+        "LEYDEN_KEY": {"secretKeyRef": {"name": name, "key": "LEYDEN_KEY"}},
+        "OPENAI_API_KEY": {"secretKeyRef": {"name": name, "key": "OPENAI_API_KEY"}},
+    }
+    data = {n: base64.b64decode(v) for n, v in made.secret["data"].items()}
+    assert data == {
+        "LEYDEN_KEY": b"CANARY-agent",
+        "OPENAI_API_KEY": b"CANARY-agent",
+        "keeper-key": b"CANARY-workspace",
+        "keeper.py": b"print('keeper')",
+        "task.json": b"{}",
+        "workspace.tar.gz": b"packed",
+    }
+    volumes = {v["name"]: v for v in made.job["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["leyden-files"]["secret"]["items"] == [{"key": "task.json", "path": "task.json"}]
+    assert [i["key"] for i in volumes["leyden-in"]["secret"]["items"]] == ["keeper.py", "workspace.tar.gz"]
+
+
+def test_a_printed_key_is_refused() -> None:
+    """Case S02."""
+    with pytest.raises(LaunchError, match="the key LEYDEN_KEY is printed; it comes as a variable by itself"):
+        with_template(CONTAINER % "{{ key }}", key="CANARY-agent")
+
+
+def test_the_graders_job() -> None:
+    """The grader gets the workspace from the gateway; nothing is saved after it."""
+    made = manifest(PODS, replace(PROGRAM, grade=1, archive=None, job_id="step1-g0-m3.2.grade1"))
+    pod = made.job["spec"]["template"]["spec"]
+    assert [c["name"] for c in pod["initContainers"]] == ["fetch"]
+    assert [c["name"] for c in pod["containers"]] == ["grader"]
+    assert made.job["metadata"]["name"] == job_name(PROGRAM) + "-g1"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "True"),
+        (None, "None"),
+        (8080, "8080"),
+        (1000.0, "1000.0"),
+        ("1e3", "1e3"),
+        ("null", "null"),
+        ("yes", "yes"),
+        ("08", "08"),
+        ("", ""),
+        ("~", "~"),
+        ("2001-01-01", "2001-01-01"),
+        ("a\n- b: c\t\x85\u2028é\U0001f600", "a\n- b: c\t\x85\u2028é\U0001f600"),
+    ],
+)
+def test_environment_values_are_the_inputs_as_text(value: object, text: str) -> None:
+    """Case K12."""
+    assert variables(main(with_template(CONTAINER % "{{ task.v }}", task={"v": value})))["V"] == text
+    assert variables(main(with_template(CONTAINER % "'a {{ task.v }}'", task={"v": value})))["V"] == f"a {text}"
+
+
+@pytest.mark.parametrize(("written", "value"), [("8080", 8080), ("true", True), ("1.5", 1.5), ("[x]", ["x"])])
+def test_an_unquoted_environment_value_is_refused(written: str, value: object) -> None:
+    """Case K12: the variable and its path are named."""
+    where = re.escape(f"spec.template.spec.containers[0].env[0] (V): value {value!r} is not text; quote it")
+    with pytest.raises(LaunchError, match=where):
+        with_template(CONTAINER % written)
+
+
+def test_leydens_variables_replace_the_templates_own_once() -> None:
+    """Case K12: in the harness, init containers and sidecars; only the harness gets those it does not name."""
+    template = """
+apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      initContainers: [{name: prepare, image: a, env: [{name: OPENAI_BASE_URL, value: old}, {name: MINE, value: m}]}]
+      containers:
+      - {name: harness, image: a, env: [{name: LEYDEN_KEY, value: old}, {name: MINE, value: a}, {name: MINE, value: b}]}
+      - {name: proxy, image: a, env: [{name: LEYDEN_KEY, value: old}]}
+"""
+    made = with_template(template)
+    key = {"secretKeyRef": {"name": job_name(PROGRAM), "key": "LEYDEN_KEY"}}
+    assert variables(main(made))["MINE"] == "b"
+    assert variables(main(made))["LEYDEN_KEY"] == key
+    assert variables(main(made, "proxy")) == {"LEYDEN_KEY": key}
+    prepare = made.job["spec"]["template"]["spec"]["initContainers"][1]
+    assert variables(prepare) == {"OPENAI_BASE_URL": "http://gateway:8000/v1", "MINE": "m"}
+
+
+@pytest.mark.parametrize("quotes", ["{{ task.v }}", "'{{ task.v }}'", '"{{ task.v }}"', "a{{ task.v }}b"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x, evil: true",
+        "x}, {name: evil, value: y",
+        "'}, {name: evil",
+        '"}, {name: evil',
+        "x\n      hostNetwork: true",
+        "x #",
+        "&a *a",
+        "!!python/object/apply:os.system [id]",
+        "{{ 7 * 7 }}",
+        "LEYDEN0N0E",
+        "\\",
+        "- x",
+        "|\n  y",
+        "%YAML 1.1\n---\n",
+    ],
+)
+def test_a_value_cannot_become_structure(quotes: str, value: str) -> None:
+    """Case S04: whatever the template puts around it."""
+    template = f"spec: {{containers: [{{name: harness, image: {quotes}}}, b], last: true}}"
+    text = {"a{{ task.v }}b": f"a{value}b"}.get(quotes, value)
+    assert render_document(template, {"task": {"v": value}}) == {
+        "spec": {"containers": [{"name": "harness", "image": text}, "b"], "last": True}
+    }
+
+
+def test_a_value_in_a_block_of_text_stays_there() -> None:
+    template = "args:\n- |\n  set -e\n  run {{ task.v }}\nlast: true\n"
+    found = render_document(template, {"task": {"v": "a\nlast: false\n- b $(X)"}})
+    assert found == {"args": ["set -e\nrun a\nlast: false\n- b $$(X)\n"], "last": True}
+
+
+def test_kubernetes_expands_nothing_in_a_value() -> None:
+    """`$(LEYDEN_KEY)` in a task would otherwise become the key, in an argument that everybody may read."""
+    made = manifest(PODS, PROGRAM)
+    assert main(made)["command"] == ["mini", "--task", "cost: $$(LEYDEN_KEY) $$5"]
+    assert variables(main(with_template(CONTAINER % "'$(OWN) {{ task.v }}'", task={"v": "$(OWN)"})))["V"] == (
+        "$(OWN) $$(OWN)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{% for i in range(999) %}{% for j in range(999) %}abc{% endfor %}{% endfor %}", "longer than 1048576"),
+        ("{{ nothing }}", "'nothing' is undefined; known are task"),
+        ("a: {{ task }}", "is not a scalar; print it with | structure"),
+        ("a: [1", "is not YAML"),
+        ("a: 1\na: 2", "key 'a' is given twice"),
+        ("a: &x [1]\nb: [*x, *x]", "aliases are refused"),
+        ("- 1", "holds list, not a Job"),
+        ("a: {% filter upper %}{{ task.v }}{% endfilter %}", "a {% filter %} block changes a printed value"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_templates_that_are_refused(template: str, message: str) -> None:
+    """Case S04."""
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        render_document(template, {"task": {"v": "x"}})
+
+
+def test_values_keep_their_type_and_compare_as_themselves() -> None:
+    template = "a: {{ n }}\nb: {{ l | structure }}\nc: {% if s == 'x' %}{{ s | upper }}{% endif %}\n{{ s }}: d\n"
+    assert render_document(template, {"n": 3, "l": ["1", 2], "s": "x"}) == {"a": 3, "b": ["1", 2], "c": "X", "x": "d"}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{kind: Pod, apiVersion: v1}", "apiVersion 'v1', kind 'Pod'; it must be a Job of batch/v1"),
+        ("{kind: Job, apiVersion: batch/v1, spec: 3}", "spec is 3, not a mapping"),
+        (
+            CONTAINER.replace("name: harness", "name: agent") % "x",
+            "spec.template.spec.containers are ['agent']; one must be 'harness'",
+        ),
+        (CONTAINER.replace("name: V, ", "") % "x", "containers[0].env[0]: {'value': 'x'} has no name"),
+    ],
+)
+def test_jobs_that_are_refused(template: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        with_template(template)
+
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@pytest.mark.parametrize("rollout_id", ["a", "A", "_-_", "x" * 200, "Step_1", "step-1", "-", "0"])
+def test_names_are_dns_labels(rollout_id: str) -> None:
+    """Case K11."""
+    name = job_name(replace(PROGRAM, run="R" * 100, rollout_id=rollout_id, attempt=999, grade=99, again=9))
+    assert LABEL.fullmatch(name)
+    made = manifest(PODS, replace(PROGRAM, rollout_id=rollout_id, job_id=f"{rollout_id}.2", run="/a b/" * 30))
+    for value in made.job["metadata"]["labels"].values():
+        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value)
+
+
+def test_names_are_never_used_twice() -> None:
+    """Case K11: each attempt, try and repetition has its own; ids that look alike do not share one."""
+    made: list[Callable[[Program], Program]] = [
+        lambda p: p,
+        lambda p: replace(p, attempt=3),
+        lambda p: replace(p, grade=1),
+        lambda p: replace(p, grade=2),
+        lambda p: replace(p, again=1),
+        lambda p: replace(p, run="micro-swe"),
+        lambda p: replace(p, rollout_id="Step1-g0-m3"),
+        lambda p: replace(p, rollout_id="step1_g0_m3"),
+    ]
+    assert len({job_name(change(PROGRAM)) for change in made}) == len(made)
+    assert job_name(PROGRAM) == job_name(replace(PROGRAM, known={}))
+
+
+def test_adoption() -> None:
+    """Case K10: a Job of this attempt is ours, whatever else was put on it; another one is not."""
+    job = manifest(PODS, PROGRAM).job
+    job["metadata"]["labels"]["other"] = "x"
+    assert is_ours(job, PROGRAM)
+    assert not is_ours(job, replace(PROGRAM, attempt=3, job_id="step1-g0-m3.3"))
+    assert not is_ours(job, replace(PROGRAM, run="another"))
+    assert not is_ours({"metadata": {"name": job["metadata"]["name"]}}, PROGRAM)
+
+
+def test_the_ttl_has_a_minimum() -> None:
+    """Case K03: a finished Job outlives a controller's restart."""
+    template = CONTAINER.replace("spec: {template", "spec: {ttlSecondsAfterFinished: 0, template") % "x"
+    assert with_template(template).job["spec"]["ttlSecondsAfterFinished"] == 3600
+    template = template.replace("Finished: 0", "Finished: 5")
+    assert with_template(template).job["spec"]["ttlSecondsAfterFinished"] == 300
+
+
+def test_a_workspace_too_large_for_a_secret() -> None:
+    with pytest.raises(LaunchError, match=r"are 1000\d\d\d bytes; a Secret holds 1000000: put what all tasks share"):
+        manifest(PODS, replace(PROGRAM, archive=b"x" * 1_000_000))

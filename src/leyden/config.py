@@ -36,7 +36,12 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The policy. `path` is a Hugging Face model folder (or hub id); `name` is what harnesses call it."""
+    """The policy. `path` is a Hugging Face model folder (or hub id); `name` is what harnesses call it.
+
+    `thinking_history`: earlier reasoning as the chat template shows it, or all of it kept. `continuity`: a request
+    whose history means the same goes on from the sampled ids, or (`off`) every request is rendered afresh and linked
+    only where its ids go on from a turn's by themselves.
+    """
 
     path: str
     name: str = "policy"
@@ -67,6 +72,20 @@ class WorkspaceConfig(Section):
     keep: Literal["failed", "all", "none"] = "failed"
 
 
+class LimitsConfig(Section):
+    """What the processes of one attempt may use together; null is no limit. Its grader is bound by the same.
+
+    `memory_bytes`, `cpus` (cores' worth of time) and `pids` (processes and threads) are kept by a cgroup, which Leyden
+    must be able to make. `workspace_bytes` is looked at every second; a harness that is over it is killed. A harness
+    that ends for a limit has failed by itself: it is graded.
+    """
+
+    memory_bytes: Annotated[int, Field(ge=2**22)] | None = None
+    cpus: Annotated[float, Field(ge=0.01, le=4096)] | None = None
+    pids: PositiveInt | None = None
+    workspace_bytes: PositiveInt | None = None
+
+
 class HarnessConfig(Section):
     """How to start the harness on one task.
 
@@ -76,6 +95,10 @@ class HarnessConfig(Section):
     imports the modules once and is forked for each attempt; `command[0]` is then one of its console scripts, or
     `python`.
     After an infrastructure failure the next attempt waits `retry_backoff_s`, twice as long each time, a minute at most.
+
+    `sandbox: bubblewrap` gives a local harness and its grader a system they can only read, their workspace and a
+    private /tmp to write, and no network but the gateway. `readable` names what they may read besides the system and
+    `python`'s environment; relative paths start at the run file.
     """
 
     command: Annotated[list[str], Field(min_length=1)]
@@ -87,6 +110,18 @@ class HarnessConfig(Section):
     max_attempts: PositiveInt = 3
     retry_backoff_s: Annotated[float, Field(ge=0, le=60)] = 1.0
     log_bytes: PositiveInt = 16 * 2**20
+    limits: LimitsConfig = LimitsConfig()
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    readable: list[Path] = []
+
+    @model_validator(mode="after")
+    def _a_fork_cannot_enter(self) -> HarnessConfig:
+        if self.sandbox != "none" and self.preload:
+            raise ValueError(
+                f"harness.preload {self.preload} cannot go with harness.sandbox: {self.sandbox}: a forked interpreter "
+                "is outside the sandbox already; give up one of them"
+            )
+        return self
 
 
 class GraderConfig(Section):

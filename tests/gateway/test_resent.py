@@ -252,3 +252,65 @@ async def test_reasoning_that_never_closed(tmp_path: Path, history: str) -> None
         await call(client, [*TASK, reply, {"role": "user", "content": "Go on."}])
         turns = await gateway.turns(rollout_id)
         assert [(t.parent_id, t.fork_cause) for t in turns] == [(None, None), (None, "reasoning_not_closed")]
+
+
+@pytest.mark.parametrize("history", ["template", "keep"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_template_forks_once_for_each_reply_with_reasoning(tmp_path: Path, family: str, history: str) -> None:
+    """User messages after each reply: what the harness resends of earlier reasoning is nowhere in the prompt any more,
+    so only the reply just given decides.
+    """
+    thoughts = [None, "first thought", None, None, "second thought", "third thought", None]
+    made = renderer(family, history)
+    async with serving(config_of(tmp_path, family, history), made) as gateway:
+        gateway.engine.spell = Speller(made._tokenizer._backend, share=0.7).ids
+        gateway.engine.replies = [said(family, f"Reply {i}.", reasoning=t) for i, t in enumerate(thoughts)]
+        rollout_id, key = await gateway.start_rollout()
+        client, messages = sdk(gateway, key), list(TASK)
+        for number in range(len(thoughts)):
+            reply = (await call(client, messages)).choices[0].message.model_dump(exclude_none=True)
+            messages += [reply, {"role": "user", "content": f"Observation {number}."}]
+        turns = await gateway.turns(rollout_id)
+    forked = ["reasoning_dropped_by_template" if before and history == "template" else None for before in thoughts]
+    assert [t.fork_cause for t in turns] == [None, *forked[:-1]]
+    assert [t.parent_id is None for t in turns[1:]] == [cause is not None for cause in forked[:-1]]
+
+
+async def test_a_fresh_root_holds_the_reasoning_that_the_template_keeps(tmp_path: Path) -> None:
+    """A branch in a tool cycle shows earlier reasoning, so the next user message begins another."""
+    made = renderer("qwen3")
+    async with serving(config_of(tmp_path, "qwen3"), made) as gateway:
+        run = [("bash", {"command": "ls"})]
+        gateway.engine.replies = [said("qwen3", reasoning="thought one", calls=run), said("qwen3", calls=run), "Done."]
+        rollout_id, key = await gateway.start_rollout()
+        client, messages = sdk(gateway, key), list(TASK)
+        for changed in ("ls", "changed by the harness"):
+            reply = (await call(client, messages, tools=[TOOL])).choices[0].message.model_dump(exclude_none=True)
+            reply["tool_calls"][0]["function"]["arguments"] = json.dumps({"command": changed})
+            messages += [reply, *result(reply)]
+            messages[1] = TASK[1] | {"content": "rewritten"}
+        await call(client, messages, tools=[TOOL])
+        await call(client, [*messages, {"role": "assistant", "content": "Done."}, TASK[1]], tools=[TOOL])
+        turns = await gateway.turns(rollout_id)
+    causes = [None, "history_rewritten", "reply_rewritten", "reasoning_dropped_by_template"]
+    assert [t.fork_cause for t in turns] == causes
+    shown = ["thought one" in made.decode(t.delta_P) for t in turns]
+    assert shown == [False, True, True, False]
+
+
+async def test_without_continuity_turns_are_linked_where_their_ids_go_on_by_themselves(tmp_path: Path) -> None:
+    """Canonical ids do; others are rendered back to other ids."""
+    made = renderer("qwen3")
+    config = config_of(tmp_path, "qwen3")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"continuity": "off"})})
+    async with serving(config, made) as gateway:
+        speller = Speller(made._tokenizer._backend, share=1.0)
+        rollout_id, key = await gateway.start_rollout()
+        client, messages = sdk(gateway, key), list(TASK)
+        for number, spell in enumerate([None, speller.ids, None]):
+            gateway.engine.spell, gateway.engine.replies = spell, [f"Reply number {number}."]
+            reply = (await call(client, messages)).choices[0].message.model_dump(exclude_none=True)
+            messages += [reply, {"role": "user", "content": "On."}]
+        one, two, three = await gateway.turns(rollout_id)
+    assert (two.parent_id, two.fork_cause) == (one.turn_id, None)
+    assert (three.parent_id, three.fork_cause) == (one.turn_id, "continuity_off")

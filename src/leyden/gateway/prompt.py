@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from leyden.gateway.render import ModelRenderer
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
 from leyden.trajectory.causes import ForkCause, sibling_cause
-from leyden.trajectory.continuity import Continuation, extended, find, has_reasoning
+from leyden.trajectory.continuity import Continuation, extended, find
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import find_text, prompt_keys, root_cause
@@ -27,8 +28,8 @@ NEAR_TOKENS = 8  # of what goes before, for reading a text's continuation in its
 class Prompt:
     """What the model is shown, and where it stands in the attempt's tree.
 
-    `shared` counts the first messages of the request that `parent` knows: its own and its reply; 0 where `parent` was
-    found by ids alone.
+    `has_reasoning` says whether reasoning stands anywhere in `ids`. `shared` counts the first messages of the request
+    that `parent` knows: its own and its reply; 0 where `parent` was found by ids alone.
     """
 
     ids: list[int] | Ids
@@ -57,9 +58,9 @@ class Prompter:
         _check_text_only(request)
         keys = prefix_keys(request.messages)
         tools_key = digest(request.tools)
-        reasoning = has_reasoning(request.messages)
         found = self._find(known, request, tools_key, keys)
         if found.parent is not None:
+            reasoning = found.parent.has_reasoning
             ids = self._bridge(found.parent, found.new_messages, request, reasoning=reasoning)
             if ids is not None:
                 cause = sibling_cause(known, found.parent, request.messages, keys)
@@ -67,12 +68,20 @@ class Prompter:
                 return Prompt(ids, found.parent, cause, keys, tools_key, reasoning, shared)
             found = Continuation(None, [], self._refusal(found.parent, found.new_messages, request))
         ids = self._renderer.render(request.messages, request.tools)
-        if found.cause is not ForkCause.CONTINUITY_OFF:
-            parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
-            if parent_by_ids is not None:
-                cause = sibling_cause(known, parent_by_ids, request.messages, keys)
-                return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
-        return Prompt(ids, None, found.cause, keys, tools_key, reasoning)
+        reasoning = self._shows_reasoning(ids, request.messages)
+        parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
+        cause = found.cause
+        if parent_by_ids is not None:
+            cause = sibling_cause(known, parent_by_ids, request.messages, keys, otherwise=found.cause)
+        return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
+
+    def _shows_reasoning(self, ids: list[int], messages: list[Json]) -> bool:
+        """Whether the template left any reasoning of these messages in the prompt that it made of them."""
+        thoughts = {m["reasoning_content"].strip() for m in messages if m.get("reasoning_content")} - {""}
+        if not thoughts:
+            return False
+        text = unicodedata.normalize("NFC", self._renderer.decode(ids))
+        return any(unicodedata.normalize("NFC", thought) in text for thought in thoughts)
 
     def _bridge(
         self, parent: Node, new_messages: list[Json], request: ChatRequest, *, reasoning: bool
@@ -99,7 +108,7 @@ class Prompter:
                 log.warning("a prompt of /v1/completions begins with two BOS tokens: the tokenizer adds one to a text")
         keys = prompt_keys(prompt)
         if parent is not None:
-            cause = sibling_cause(known, parent, [], keys)
+            cause = sibling_cause(known, parent, [], keys, otherwise=cause)
         return Prompt(ids, parent, cause, keys, digest([]), has_reasoning=False)
 
     def _continued(

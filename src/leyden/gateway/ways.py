@@ -27,9 +27,9 @@ from leyden.protocols.chat import digest
 from leyden.trajectory.causes import ForkCause, sibling_cause
 from leyden.trajectory.continuity import extended, find
 from leyden.trajectory.meaning import prefix_keys
-from leyden.trajectory.nodes import Conversations
+from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import find_text, prompt_keys, root_cause
-from leyden.types import FinishReason, Generation, Json
+from leyden.types import FinishReason, Generation, Ids, Json
 
 T = TypeVar("T")
 
@@ -142,19 +142,16 @@ class GatewayRendered:
 class EngineRendered:
     """`render: engine`."""
 
-    def __init__(
-        self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling, *, continuity: bool
-    ) -> None:
+    def __init__(self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling) -> None:
         self._calls = calls
         self._engine = engine
         self._models = models
         self._training = training
-        self._continuity = continuity
 
     async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
         call = self._call(attempt, request)
         answers = await _all([self._chat(attempt, call) for _ in range(request.n)])
-        return [Sampled(self._place(attempt, request, a), a.generation, a.message) for a in answers]
+        return [Sampled(_place(attempt.conversations, request, a.prompt_P), a.generation, a.message) for a in answers]
 
     def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
         assert sampled.message is not None
@@ -181,31 +178,33 @@ class EngineRendered:
                 return answer
             await asyncio.sleep(FIRST_RETRY_S)
 
-    def _place(self, attempt: Attempt, request: ChatRequest, answer: ChatAnswer) -> Prompt:
-        """Where the prompt that the engine rendered stands in the attempt's tree."""
-        known, ids = attempt.conversations, answer.prompt_P
-        keys = prefix_keys(request.messages) if request.prompt is None else prompt_keys(request.prompt)
-        tools_key = digest(request.tools)
-        parent = extended(known, ids) if self._continuity else None
-        if parent is not None:
-            cause = sibling_cause(known, parent, request.messages, keys)
-        elif self._continuity:
-            cause = _root_cause(known, request, tools_key, keys)
-        else:
-            cause = ForkCause.CONTINUITY_OFF if known.nodes else None
-        reasoning = any(message.get("reasoning_content") for message in request.messages)
-        return Prompt(ids, parent, cause, keys, tools_key, reasoning)
+
+def _place(known: Conversations, request: ChatRequest, prompt_P: Ids) -> Prompt:
+    """Where a prompt that the engine rendered stands in the attempt's tree."""
+    text = request.prompt
+    keys = prefix_keys(request.messages) if text is None else prompt_keys(text)
+    tools_key = digest(request.tools)
+    parent = extended(known, prompt_P)
+    meant, cause = _meant(known, request, tools_key, keys)
+    if meant is not None:
+        cause = None if meant is parent else ForkCause.RERENDERED
+    if parent is not None:
+        cause = sibling_cause(known, parent, request.messages, keys, otherwise=cause)
+    reasoning = any(message.get("reasoning_content") for message in request.messages)
+    return Prompt(prompt_P, parent, cause, keys, tools_key, reasoning)
 
 
-def _root_cause(known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]) -> ForkCause | None:
-    """Why a prompt that extends no recorded ids is not the attempt's first."""
+def _meant(
+    known: Conversations, request: ChatRequest, tools_key: bytes, keys: list[bytes]
+) -> tuple[Node | None, ForkCause | None]:
+    """The turn that the request continues by what it says, or why it continues none."""
     if request.prompt is None:
         found = find(known, request.messages, tools_key, keys)
-        return found.cause if found.parent is None else ForkCause.RERENDERED
+        return found.parent, found.cause
     if isinstance(request.prompt, str):
         text = find_text(known, request.prompt)
-        return text.cause if text.parent is None else ForkCause.RERENDERED
-    return root_cause(known, request.prompt)
+        return text.parent, text.cause
+    return None, root_cause(known, request.prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,15 @@ def tail_cause(
 
 
 def sibling_cause(
-    known: Conversations, parent: Node | None, messages: Sequence[Json], keys: Sequence[bytes]
+    known: Conversations,
+    parent: Node | None,
+    messages: Sequence[Json],
+    keys: Sequence[bytes],
+    otherwise: ForkCause | None = None,
 ) -> ForkCause | None:
-    """Why a turn under `parent` is not the only one there: None when it is."""
+    """Why a turn under `parent` is not the only one there: None when it is. `otherwise` says why it does not continue
+    one of the others, where that is known.
+    """
     siblings = known.under(parent)
     if not siblings:
         return None
@@ -97,7 +103,7 @@ def sibling_cause(
         return ForkCause.REPEATED
     if parent is None:
         return None
-    return lost_reply(known, messages, keys, siblings) or ForkCause.PARALLEL
+    return otherwise or lost_reply(known, messages, keys, siblings) or ForkCause.PARALLEL
 
 
 def lost_reply(

@@ -68,10 +68,6 @@ def extended(known: Conversations, prompt_ids: Ids) -> Node | None:
     return best
 
 
-def has_reasoning(messages: Iterable[Json]) -> bool:
-    return any(message.get("reasoning_content") for message in messages)
-
-
 def _continues(ids: Ids, start: int, parts: Iterable[Ids]) -> bool:
     """Whether `ids` holds `parts` one after another from `start` on."""
     for part in parts:

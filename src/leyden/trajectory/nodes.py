@@ -17,8 +17,8 @@ class Node:
     """A committed turn as continuity sees it.
 
     `delta_P` are the prompt ids that `parent`'s path does not hold; `end_tokens` is the length of the path up to and
-    including `sampled_T`. `depth` counts the messages of its request. `has_reasoning` is True if any assistant message
-    up to and including the reply holds reasoning.
+    including `sampled_T`. `depth` counts the messages of its request. `has_reasoning` is True if reasoning
+    stands anywhere on the path: sampled, or in a prompt that the template made with it.
     """
 
     turn_id: int

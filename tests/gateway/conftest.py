@@ -106,16 +106,19 @@ def make_config(tmp_path: Path, model: Path, /, **sections: Any) -> RunConfig:
 async def serving(
     config: RunConfig, renderer: ModelRenderer, *, engine: ScriptedEngine | None = None, keep_alive_s: float = 10.0
 ) -> AsyncIterator[Gateway]:
+    """With `engine.urls` in `config` those are asked, else a scripted engine."""
     config.run_dir.mkdir(exist_ok=True)
     engine = engine or ScriptedEngine(renderer)
-    app = build(config, SECRET, renderer=renderer, engine=engine, keep_alive_s=keep_alive_s)
+    asked = None if config.engine.urls else engine
+    app = build(config, SECRET, renderer=renderer, engine=asked, keep_alive_s=keep_alive_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with ControlClient(url, control_key(SECRET)) as client:
-            await client.put_model("policy", engines=["scripted"], version=0, lineage="l", context_tokens=2000)
+            if asked is not None:
+                await client.put_model("policy", engines=["scripted"], version=0, lineage="l", context_tokens=2000)
             yield Gateway(url, app, engine, renderer, client, config)
     finally:
         server.should_exit = True

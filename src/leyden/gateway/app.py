@@ -115,12 +115,11 @@ class _EngineSide:
 
     def way(self, renderer: ModelRenderer | None) -> Way:
         config = self._config
-        training, continuity = of_training(config.sampling), config.model.continuity == "semantic"
+        training = of_training(config.sampling)
         if config.engine.render == "engine":
-            engine = cast(ChatEngine, self._engine)
-            return EngineRendered(self._calls, engine, self.models, training, continuity=continuity)
+            return EngineRendered(self._calls, cast(ChatEngine, self._engine), self.models, training)
         renderer = renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history)
-        prompter = Prompter(renderer, self._metrics, continuity=continuity)
+        prompter = Prompter(renderer, self._metrics, continuity=config.model.continuity == "semantic")
         return GatewayRendered(self._calls, self._engine, self.models, renderer, prompter, training, self._metrics)
 
 

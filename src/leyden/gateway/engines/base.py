@@ -19,6 +19,7 @@ from leyden.errors import CaptureError
 from leyden.types import Generation, Ids, Json, VersionSpan
 
 LOWEST_LOGPROB = -9000.0
+LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def as_promised() -> Iterator[None]:
 
 def sampled_ids(value: Any, limit: int | None = None) -> list[int]:
     """`value` if it is a list of ids. Raises CaptureError."""
-    if not isinstance(value, list) or not all(type(i) is int for i in value):
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i <= LARGEST_ID for i in value):
         raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
     if limit is not None and len(value) > limit:
         raise CaptureError(f"the engine sampled {len(value)} tokens where max_tokens was {limit}")
@@ -126,7 +127,7 @@ def sampled_ids(value: Any, limit: int | None = None) -> list[int]:
 def prompt_ids(value: Any) -> Ids:
     """The ids of a prompt. Raises CaptureError."""
     ids = np.asarray(value) if isinstance(value, list) and value else None
-    if ids is None or ids.dtype.kind != "i":
+    if ids is None or ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() > LARGEST_ID:
         raise CaptureError(
             "the engine's answer has no prompt_token_ids; it must return the ids that it showed the model"
         )

@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 
 from leyden.errors import EngineRejected, EngineUnavailable
+from leyden.protocols.checks import loads
 from leyden.types import Json
 
 IDLE_S = 4.0
@@ -72,15 +73,16 @@ class EngineHttp:
 
 
 def _json(url: str, raw: bytes) -> Any:
-    """JSON, also with NaN and Infinity, which engines write for log-probs. What is none counts as a broken answer."""
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise EngineUnavailable(f"engine {url} answered no JSON: {error}", status=200) from error
+    """JSON, also with the NaN and Infinity that engines write for log-probs, or with half a surrogate pair.
+
+    What is none is a broken answer.
+    """
+    for read in (orjson.loads, lambda text: loads(text)[0], json.loads):
+        try:
+            return read(raw)
+        except (ValueError, RecursionError) as error:
+            problem = error
+    raise EngineUnavailable(f"engine {url} answered no JSON: {problem}", status=200) from problem
 
 
 def _message(raw: bytes) -> str:

@@ -279,8 +279,12 @@ def _reply(message: Any) -> Json:
     """An assistant message in Leyden's shape, from OpenAI's. Reasoning has one of two names."""
     if not isinstance(message, dict):
         raise CaptureError("the engine's answer has no message")
-    reply: Json = {"role": "assistant", "content": message.get("content") or ""}
-    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    if not isinstance(content, str) or not isinstance(reasoning, str):
+        raise CaptureError("the engine's answer has a message whose content or reasoning is no text")
+    reply: Json = {"role": "assistant", "content": content}
+    if reasoning:
         reply["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         reply["tool_calls"] = [_call(call) for call in calls]

@@ -80,7 +80,7 @@ class LimitsConfig(Section):
     that ends for a limit has failed by itself: it is graded.
     """
 
-    memory_bytes: Annotated[int, Field(ge=2**22)] | None = None
+    memory_bytes: Annotated[int, Field(ge=4_000_000)] | None = None
     cpus: Annotated[float, Field(ge=0.01, le=4096)] | None = None
     pids: PositiveInt | None = None
     workspace_bytes: PositiveInt | None = None

@@ -119,6 +119,8 @@ class Actor:
             self._log_end(receipt.rollout, attempt)
             return
         self.board.grader_keys[attempt.rollout_id] = receipt.grader_key
+        if attempt.exit.clean and attempt.exit.note:
+            log.warning("rollout %s attempt %d: %s", attempt.rollout_id, attempt.attempt, attempt.exit.describe())
         if attempt.exit.clean and receipt.rollout.turns == 0:
             log.warning(
                 "rollout %s attempt %d: the harness ended with exit 0 and made no model call; does it read one of "

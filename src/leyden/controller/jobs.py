@@ -11,13 +11,17 @@ from typing import Any, Self
 TIMEOUT = "timeout"
 CANCELLED = "cancelled"
 LOST = "lost"
+OVER_LIMIT = "limit"
+OWN_ENDS = (None, TIMEOUT, OVER_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to run. With `fork`, a Python command runs in a fork of the launcher if that is possible.
 
-    `directory` gets the job's exit.json; `log` is appended to, `log_bytes` at most.
+    `directory` gets the job's exit.json; `log` is appended to, `log_bytes` at most. `limits` are those of the run file
+    that are given; `folders` count for `workspace_bytes`. `files` are what it reads outside its folder; `forward` is
+    the (host, port) that a sandboxed job reaches.
     """
 
     job_id: str
@@ -29,11 +33,17 @@ class Job:
     log_bytes: int
     fork: bool
     learn: bool = False
+    limits: dict[str, float] = field(default_factory=dict)
+    folders: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
+    forward: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a job ended. Times are Unix seconds; `killed` says why it was killed, `error` why it never started."""
+    """How a job ended. Times are Unix seconds; `killed` says why it was killed, `error` why it never started, `note`
+    which limit it ran into, also where it ended well all the same.
+    """
 
     exit_code: int | None
     signal: int | None
@@ -44,6 +54,7 @@ class Exit:
     cpu_s: float | None = None
     max_rss_bytes: int | None = None
     log_dropped_bytes: int = 0
+    note: str | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -58,7 +69,10 @@ class Exit:
         return self.killed == TIMEOUT
 
     def describe(self) -> str:
-        """For logs: `exit 1`, `killed by SIGSEGV`, `timeout after 12.0 s`."""
+        """For logs: `exit 1`, `killed by SIGSEGV`, `timeout after 12.0 s`, a limit with one of these."""
+        return f"{self.note} ({self._describe()})" if self.note else self._describe()
+
+    def _describe(self) -> str:
         if self.error:
             return self.error
         if self.timed_out:

@@ -47,6 +47,15 @@ class AttemptPaths:
         return self.root / "exit.json"
 
     @property
+    def tmp(self) -> Path:
+        """A sandboxed harness's /tmp; its grader's is `grade_tmp`."""
+        return self.root / "tmp"
+
+    @property
+    def grade_tmp(self) -> Path:
+        return self.grade / "tmp"
+
+    @property
     def grade(self) -> Path:
         return self.root / "grade"
 
@@ -97,6 +106,9 @@ def harness(
         log_bytes=config.harness.log_bytes,
         fork=bool(config.harness.preload),
         learn=bool(config.harness.preload),
+        limits=config.harness.limits.model_dump(exclude_none=True),
+        folders=(paths.workspace,),
+        files=(paths.task,),
     )
 
 
@@ -134,6 +146,9 @@ def grader(
         log=paths.grade_log,
         log_bytes=config.harness.log_bytes,
         fork=config.grader.function is not None,
+        limits=config.harness.limits.model_dump(exclude_none=True),
+        folders=(paths.workspace,),
+        files=(paths.task, paths.harness_log, paths.exit),
     )
 
 

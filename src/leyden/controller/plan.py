@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from leyden.client.records import Rollout
-from leyden.controller.jobs import CANCELLED, TIMEOUT, Exit, grader_job, harness_job
+from leyden.controller.jobs import CANCELLED, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.types import RolloutState
 
 LIVE = (RolloutState.RUNNING, RolloutState.GRADING)
@@ -242,7 +242,7 @@ def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> floa
 
 def _after_harness(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
     assert attempt.exit is not None
-    if attempt.exit.error or attempt.exit.killed not in (None, TIMEOUT):
+    if attempt.exit.error or attempt.exit.killed not in OWN_ENDS:
         return [Infrastructure(attempt.rollout_id, attempt.exit.describe())]
     if rollout.state is RolloutState.RUNNING:
         return [Report(attempt.rollout_id)]

@@ -37,6 +37,12 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
         raise LaunchError(f"the workspace {paths.workspace} cannot be made: {error}") from error
 
 
+def empty(folder: Path) -> None:
+    """A private, empty folder, whatever was there."""
+    remove(folder)
+    folder.mkdir(mode=0o700)
+
+
 def task_files(task: Json, name: str) -> dict[PurePosixPath, str]:
     """The task's field `name` as relative paths with their texts. Raises LaunchError for anything else."""
     files = task.get(name)

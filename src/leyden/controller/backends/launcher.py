@@ -25,7 +25,7 @@ from leyden.controller.jobs import Exit, Job, lost, read_exit
 from leyden.errors import LaunchError
 
 PROGRAM = Path(__file__).with_name("leyden_launcher")
-PROTOCOL = 1
+PROTOCOL = 2
 SOCKET_PATH_BYTES = 100
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 45.0
@@ -35,13 +35,16 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LauncherSettings:
-    """How to start the launcher. `environment` is what the preloaded modules see when they are imported."""
+    """How to start the launcher. `environment` is what the preloaded modules see when they are imported; `limits` must
+    be possible here.
+    """
 
     state: Path
     log: Path
     python: str
     preload: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
+    limits: dict[str, float] = field(default_factory=dict)
     orphan_grace_s: float = 60.0
 
 
@@ -128,8 +131,9 @@ class Launcher:
 
     def _matches(self, hello: dict[str, Any]) -> bool:
         self._pid = hello["pid"]
-        wanted = (PROTOCOL, list(self._settings.preload), self._settings.python)
-        return wanted == (hello["protocol"], hello["preload"], hello["python"])
+        settings = self._settings
+        wanted = (PROTOCOL, list(settings.preload), settings.python, sorted(settings.limits))
+        return wanted == tuple(hello.get(name) for name in ("protocol", "preload", "python", "limits"))
 
     async def _connect(self, path: Path) -> dict[str, Any] | None:
         try:
@@ -150,6 +154,7 @@ class Launcher:
             "state": str(settings.state),
             "socket": str(path),
             "preload": list(settings.preload),
+            "limits": settings.limits,
             "orphan_grace_s": settings.orphan_grace_s,
             "ready_fd": ready_w,
         }
@@ -264,6 +269,9 @@ def _start_message(job: Job) -> dict[str, Any]:
         "log_bytes": job.log_bytes,
         "fork": job.fork,
         "learn": job.learn,
+        "limits": job.limits,
+        "folders": [str(folder) for folder in job.folders],
+        "forward": job.forward,
     }
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from leyden.client.records import Rollout
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
+from leyden.controller.backends import sandbox
 from leyden.controller.backends.base import Events
 from leyden.controller.backends.launcher import Launcher, LauncherSettings
-from leyden.controller.jobs import grader_job, harness_job, read_exit
+from leyden.controller.jobs import Job, grader_job, harness_job, read_exit
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import ConfigError
 from leyden.types import RolloutState
@@ -27,10 +28,14 @@ class LocalBackend:
 
     def __init__(self, config: RunConfig, url: str, parent: Mapping[str, str], events: Events) -> None:
         self._config = config
-        self._url = url
         self._parent = parent
         self._events = events
-        self._launcher = Launcher(_settings(config, url, parent), events.ended)
+        settings = _settings(config, url, parent)
+        self._launcher = Launcher(settings, events.ended)
+        self._view = None
+        if config.harness.sandbox == "bubblewrap":
+            self._view = sandbox.look(config, settings.python, sys.executable, url)
+        self._url = sandbox.inner_url(url) if self._view else url
 
     @property
     def running(self) -> dict[str, float]:
@@ -49,6 +54,8 @@ class LocalBackend:
         job = launch.harness(
             self._config, self._url, key, rollout.rollout_id, rollout.attempt, rollout.task, self._parent
         )
+        if self._view:
+            job = self._sandboxed(job, paths.tmp, self._view.readable)
         self._events.started(job.job_id, await self._launcher.start(job))
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
@@ -66,7 +73,14 @@ class LocalBackend:
             self._parent,
             sys.executable,
         )
+        if self._view:
+            job = self._sandboxed(job, paths.grade_tmp, self._view.grader_readable)
         self._events.started(job.job_id, await self._launcher.start(job))
+
+    def _sandboxed(self, job: Job, tmp: Path, readable: tuple[Path, ...]) -> Job:
+        assert self._view is not None
+        workspace.empty(tmp)
+        return sandbox.wrap(job, self._view, self._url, tmp, readable=readable, given=self._config.harness.env)
 
     def kill(self, job_id: str, reason: str) -> None:
         self._launcher.kill(job_id, reason)
@@ -98,8 +112,10 @@ class LocalBackend:
         return attempt
 
     async def forget(self, attempt: Attempt, *, keep: bool) -> None:
-        if not keep:
-            await asyncio.to_thread(workspace.remove, self._paths(attempt.rollout_id, attempt.attempt).workspace)
+        paths = self._paths(attempt.rollout_id, attempt.attempt)
+        private = [paths.tmp, paths.grade_tmp] if self._view else []
+        for folder in [*private, *([] if keep else [paths.workspace])]:
+            await asyncio.to_thread(workspace.remove, folder)
 
     def where(self, attempt: Attempt) -> str:
         paths = self._paths(attempt.rollout_id, attempt.attempt)
@@ -126,6 +142,7 @@ def _settings(config: RunConfig, url: str, parent: Mapping[str, str]) -> Launche
         python=python,
         preload=tuple(config.harness.preload) + _grader_modules(config, python),
         environment=launch.launcher_environment(config, url, parent),
+        limits=config.harness.limits.model_dump(exclude_none=True),
     )
 
 

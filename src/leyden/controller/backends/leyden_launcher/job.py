@@ -12,8 +12,10 @@ import time
 import types
 from typing import Any, Dict, NoReturn  # noqa: UP035  (evaluated, and Python 3.9 must do it)
 
+from .cgroups import Group
 from .files import write_json
 from .processes import SIGNALS
+from .sandboxed import CHANNEL
 
 Job = Dict[str, Any]  # noqa: UP006  (one start message)
 
@@ -26,10 +28,14 @@ class Become(BaseException):
         self.job = job
 
 
-def start_job(job: Job, log_fd: int, error_fd: int) -> NoReturn:
-    """Session, output, folder; then exec, or Become to run in this interpreter. A failure goes to `error_fd`."""
+def start_job(job: Job, group: Group, log_fd: int, error_fd: int) -> NoReturn:
+    """Session, limits, output, folder; then exec, or Become to run in this interpreter. A failure goes to `error_fd`,
+    which a sandboxed program finds as its descriptor CHANNEL.
+    """
     try:
         os.setsid()
+        group.make()
+        group.join()
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
             os.dup2(source, target)
@@ -43,11 +49,15 @@ def start_job(job: Job, log_fd: int, error_fd: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if job["entry"] is None:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            if job["forward"]:
+                os.dup2(error_fd, CHANNEL)
+                os.set_inheritable(CHANNEL, True)
             found = program(job["argv"][0])
             os.execvpe(found, [found, *job["argv"][1:]], job["env"])  # noqa: S606
         os.close(error_fd)
     except OSError as error:
-        text = f"cannot start {job['argv'][0]!r} in {job['cwd']}: {error.strerror}"
+        where = f"{error.filename}: " if "cgroup" in str(error.filename) else ""
+        text = f"cannot start {job['argv'][0]!r} in {job['cwd']}: {where}{error.strerror}"
         os.write(error_fd, text.encode())
         os._exit(127)
     raise Become(job)

@@ -17,9 +17,9 @@ after `orphan_grace_s` without a controller, a reaper after as long without a la
 subreaper too, for a reaper that is killed and for what a preloaded module started.
 
 Messages are JSON lines. In: {"op": "hello"}, {"op": "start", "id", "dir", "argv", "cwd", "env", "log",
-"log_bytes", "fork", "learn"}, {"op": "kill", "id", "reason", "grace_s"}, {"op": "stop"}. Out: {"event": "hello",
-"running": {id: {started, dir}}, ...}, {"event": "started" | "refused" | "ended", "id", ...}. The newest controller
-replaces an older one.
+"log_bytes", "fork", "learn", "limits", "folders", "forward"}, {"op": "kill", "id", "reason", "grace_s"},
+{"op": "stop"}. Out: {"event": "hello", "running": {id: {started, dir}}, ...}, {"event": "started" | "refused" |
+"ended", "id", ...}. The newest controller replaces an older one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from .cgroups import Cgroups, remove
 from .controllers import Controllers
 from .files import log, read_json, write_json
 from .job import Become, Job
@@ -55,7 +56,7 @@ from .processes import (
 )
 from .reaper import Reaper, exit_record
 
-PROTOCOL = 1
+PROTOCOL = 2
 STRAYS_LIMIT_S = 5.0
 
 
@@ -66,6 +67,8 @@ class Launcher:
         self.ready_fd = spec.get("ready_fd")
         self.jobs: dict[str, dict[str, Any]] = {}  # id -> {"pid", "dir", "started", "pidfd" or None}
         self.stopping: str | None = None
+        self.limits = spec["limits"]
+        self.groups = Cgroups(self.state)
         self.preload = Preload(spec["preload"], self.state)
         self.poll = selectors.PollSelector()
         self.controllers = Controllers(self.poll, spec["socket"], self.handle)
@@ -81,7 +84,7 @@ class Launcher:
         except OSError:
             self.give_up("another launcher serves this run folder")
         subreaper()
-        wrong = self.preload.load()
+        wrong = self.groups.open(self.limits) or self.preload.load()
         if wrong:
             self.give_up(wrong)
         self.alive_r, self.alive_w = os.pipe()
@@ -92,11 +95,13 @@ class Launcher:
         self.controllers.listen()
         self.poll.register(self.wake_r, selectors.EVENT_READ, self.on_wake)
         self.adopt()
+        self.groups.sweep(set(self.jobs))
         freeze()
         self.say_ready({"ready": True})
 
     def give_up(self, message: str) -> NoReturn:
         kill_until_none(STRAYS_LIMIT_S)
+        self.groups.close()
         self.say_ready({"error": message})
         log(message)
         os._exit(1)
@@ -141,6 +146,7 @@ class Launcher:
         with contextlib.suppress(OSError):
             self.controllers.unlink()
         kill_until_none(STRAYS_LIMIT_S)
+        self.groups.close()
         log(f"ends: {self.stopping}")
 
     def next_timeout(self) -> float | None:
@@ -194,6 +200,7 @@ class Launcher:
             record = read_json(self.record_path(job_id))
             if record and record["pid"] != job["pid"] and self.adopt_one(record):
                 return  # an earlier launcher's reaper had this id first
+            remove((record or job).get("groups", []))
             kill_session(job.get("leader"))
             self.kill_strays()
             result = exit_record(job["started"], killed="lost")
@@ -212,6 +219,7 @@ class Launcher:
         if op == "hello":
             running = {i: {"started": j["started"], "dir": j["dir"]} for i, j in self.jobs.items()}
             facts = {"protocol": PROTOCOL, "pid": os.getpid(), "preload": self.preload.names, "python": sys.argv[2]}
+            facts["limits"] = sorted(self.limits)
             self.controllers.send({"event": "hello", **facts, "running": running})
         elif op == "start":
             self.start(message)
@@ -255,7 +263,7 @@ class Launcher:
         try:
             self.leave()
             path, grace_s = self.record_path(job["id"]), self.orphan_grace_s
-            Reaper(job, path, self.alive_r, self.controllers.path, grace_s).run()
+            Reaper(job, path, self.alive_r, self.controllers.path, grace_s, self.groups).run()
         except Become:
             raise
         except BaseException as error:

@@ -11,26 +11,48 @@ import socket
 import time
 from typing import Any, NoReturn
 
+from . import cgroups
 from .capped_log import READ_BYTES, CappedLog
+from .disk import DiskWatch
 from .files import log, read_json, write_json, write_plain
+from .forward import forward
 from .job import Job, start_job
 from .processes import SIGNALS, children, descendants, drain, kill_all, start_ticks, subreaper, wake_pipe
 
 KILL_LIMIT_S = 30.0
+OVER_LIMIT = "limit"
+NO_SANDBOX = "the sandbox could not be made; bwrap's reason is in the log"
 
 
 class Reaper:
-    """Runs one job, in a process of its own: starts it, keeps its log, kills what is left, writes exit.json."""
+    """Runs one job, in a process of its own: starts it, keeps its log, kills what is left, writes exit.json.
 
-    def __init__(self, job: Job, record_path: str, alive_fd: int, socket_path: str, orphan_grace_s: float) -> None:
+    `groups` are the run's control groups; a reaper that outlives the launcher removes them if they are empty.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        record_path: str,
+        alive_fd: int,
+        socket_path: str,
+        orphan_grace_s: float,
+        groups: cgroups.Cgroups,
+    ) -> None:
         self.job = job
         self.record_path = record_path
         self.alive_fd = alive_fd
         self.socket_path = socket_path
         self.orphan_grace_s = orphan_grace_s
+        self.groups = groups
+        self.group = groups.group(job["id"], job["limits"])
+        self.disk = DiskWatch(job["folders"], job["limits"].get("workspace_bytes"))
         self.exit_path = os.path.join(job["dir"], "exit.json")
         self.status: int | None = None
         self.killed: str | None = None
+        self.note: str | None = None
+        self.error = b""
+        self.sandboxed = not job["forward"]  # or its port must still be handed out
         self.kill_at: float | None = None
         self.term = False
         self.lost_launcher: float | None = None
@@ -45,30 +67,44 @@ class Reaper:
         if os.path.exists(self.exit_path) or not self.write_record():
             os._exit(0)
         log_r, log_w = os.pipe()
-        error_r, error_w = os.pipe()
+        self.channel, theirs = socket.socketpair()
         self.leader = os.fork()
         if self.leader == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (self.wake_r, wake_w, self.alive_fd, log_r, error_r):
+            for fd in (self.wake_r, wake_w, self.alive_fd, log_r, self.channel.detach()):
                 os.close(fd)
-            start_job(self.job, log_w, error_w)
+            start_job(self.job, self.group, log_w, theirs.detach())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(log_w)
-        os.close(error_w)
+        theirs.close()
         self.rewrite_record()
-        error = b"".join(iter(lambda: os.read(error_r, READ_BYTES), b"")).decode(errors="replace") or None
         self.log = CappedLog(self.job["log"], self.job["log_bytes"], log_r)
         self.watch()
-        self.log.close()
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        write_json(
-            self.exit_path,
-            exit_record(
-                self.started, status=self.status, killed=self.killed, error=error, usage=usage, dropped=self.log.dropped
-            ),
-        )
-        os.unlink(self.record_path)
+        self.finish()
         os._exit(0)
+
+    def finish(self) -> None:
+        """Nothing of the job is alive any more: say how it ended, remove its group and its record."""
+        while self.read_channel():
+            pass
+        if not self.sandboxed and not self.error and not self.killed:
+            self.error = NO_SANDBOX.encode()
+        self.log.close()
+        notes = [text for text in (self.note, self.group.events()) if text]
+        cgroups.remove(list(self.group.folders))
+        record = exit_record(
+            self.started,
+            status=self.status,
+            killed=self.killed,
+            error=self.error.decode(errors="replace") or None,
+            note="; ".join(notes) or None,
+            usage=resource.getrusage(resource.RUSAGE_CHILDREN),
+            dropped=self.log.dropped,
+        )
+        write_json(self.exit_path, record)
+        os.unlink(self.record_path)
+        if self.lost_launcher is not None:
+            self.groups.close()
 
     def write_record(self) -> bool:
         record = {
@@ -76,6 +112,7 @@ class Reaper:
             "dir": self.job["dir"],
             "pid": os.getpid(),
             "ticks": start_ticks(os.getpid()),
+            "groups": list(self.group.folders),
         }
         record["started"] = self.started
         self.record = record
@@ -99,7 +136,7 @@ class Reaper:
     def watch(self) -> None:
         """Until the harness and all its descendants are gone."""
         poll = select.poll()
-        for fd in (self.wake_r, self.log.fd, self.alive_fd):
+        for fd in (self.wake_r, self.log.fd, self.alive_fd, self.channel.fileno()):
             poll.register(fd, select.POLLIN | select.POLLHUP)
         give_up = None
         while True:
@@ -109,15 +146,20 @@ class Reaper:
                 elif fd == self.log.fd:
                     if not self.log.read():
                         poll.unregister(fd)
+                elif fd == self.channel.fileno():
+                    if not self.read_channel():
+                        poll.unregister(fd)
                 else:
                     poll.unregister(fd)
                     self.lost_launcher = time.monotonic()
             if not self.reap():
                 return
             self.look_for_launcher()
+            self.look_at_disk()
             self.kill_if_due()
             if self.status is not None:
                 give_up = give_up or time.monotonic() + KILL_LIMIT_S
+                cgroups.kill(list(self.group.folders))
                 kill_all(descendants(os.getpid()), signal.SIGKILL)
                 if time.monotonic() > give_up:
                     log(f"{self.job['id']}: processes {children(os.getpid())} cannot be killed")
@@ -126,9 +168,38 @@ class Reaper:
     def timeout_ms(self) -> int | None:
         if self.status is not None:
             return 5
-        if self.kill_at is not None:
-            return max(5, int((self.kill_at - time.monotonic()) * 1000))
-        return 1000 if self.lost_launcher is not None else None
+        times = [t for t in (self.kill_at, None if self.killed else self.disk.due) if t is not None]
+        if self.lost_launcher is not None:
+            times.append(time.monotonic() + 1)
+        return max(5, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def read_channel(self) -> bool:
+        """What the job says before it becomes its command: why it cannot, or, from a sandbox, the port to serve.
+        False at the end.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self.channel, READ_BYTES, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if fds:
+            self.sandboxed = True
+            self.start_forwarder(socket.socket(fileno=fds[0]))
+        else:
+            self.error += data
+        return bool(data)
+
+    def start_forwarder(self, listener: socket.socket) -> None:
+        """A child that outlives SIGTERM: a harness that is told to end may still want to call the gateway."""
+        if os.fork() == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for fd in (self.wake_r, self.alive_fd, self.log.fd, self.channel.detach()):
+                os.close(fd)
+            try:
+                forward(listener, *self.job["forward"])
+            finally:
+                os._exit(1)
+        listener.close()
 
     def reap(self) -> bool:
         """Collect the dead; False when no child is left."""
@@ -153,6 +224,13 @@ class Reaper:
             self.killed = "orphaned"
             self.begin_kill(1.0)
 
+    def look_at_disk(self) -> None:
+        if self.killed is None and self.status is None:
+            self.note = self.disk.over()
+            if self.note:
+                self.killed = OVER_LIMIT
+                self.begin_kill(0.0)
+
     def kill_if_due(self) -> None:
         if self.term and self.killed is None:
             order = read_json(os.path.join(self.job["dir"], "kill.json")) or {}
@@ -173,10 +251,13 @@ def exit_record(
     status: int | None = None,
     killed: str | None = None,
     error: str | None = None,
+    note: str | None = None,
     usage: resource.struct_rusage | None = None,
     dropped: int = 0,
 ) -> dict[str, Any]:
-    """What exit.json holds. Times in Unix seconds; `error` says why the command could not be started."""
+    """What exit.json holds. Times in Unix seconds; `error` says why the command could not be started,
+    `note` which limit the job ran into.
+    """
     code = None if status is None or os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     return {
         "exit_code": code,
@@ -187,5 +268,6 @@ def exit_record(
         "max_rss_bytes": usage.ru_maxrss * 1024 if usage else None,
         "killed": killed,
         "error": error,
+        "note": note,
         "log_dropped_bytes": dropped,
     }

@@ -68,7 +68,7 @@ def build(
         log.warning("%d model calls were open when the gateway stopped; their attempts will be run again", lost)
     metrics = Metrics()
     http = EngineHttp()
-    side = _EngineSide(config, store, engine or _engine(config, http), metrics)
+    side = _EngineSide(config, store, engine or engine_of(config, http), metrics)
     turns = TurnService(config, store, side.way(renderer), metrics)
     api = ControlApi(config, secret, store, turns, side.admission, side.models, side.watch, feed, metrics)
     entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
@@ -123,7 +123,7 @@ class _EngineSide:
         return GatewayRendered(self._calls, self._engine, self.models, renderer, prompter, training, self._metrics)
 
 
-def _engine(config: RunConfig, http: EngineHttp) -> Engine:
+def engine_of(config: RunConfig, http: EngineHttp) -> Engine:
     """The client of engines that speak what the run file says."""
     settings = config.engine
     if settings.kind == "leyden":

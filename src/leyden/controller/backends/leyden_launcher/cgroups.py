@@ -122,9 +122,10 @@ def kill(folders: list[str]) -> None:
                 _write(folder, "cgroup.kill", "1")
                 continue
             for path, _, _ in os.walk(folder):
-                for pid in _read(path, "cgroup.procs").split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+                for pid in map(int, _read(path, "cgroup.procs").split()):
+                    if pid:  # 0 stands for a process of another pid namespace
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
 
 
 def remove(folders: list[str]) -> bool:

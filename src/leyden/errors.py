@@ -28,7 +28,6 @@ A message names the value, the limit and the fix. Catch by type, never by text.
 
 from __future__ import annotations
 
-
 LONGEST_MESSAGE = 1000  # characters; messages quote what callers send
 
 

@@ -12,6 +12,7 @@ import pytest
 from leyden.client import control_key, mint
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway import app as gateway_app
+from leyden.gateway.control_routes import OPERATIONS
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.types import Claims, Scope
 from tests.gateway.conftest import SECRET, Gateway, make_config
@@ -52,7 +53,7 @@ async def test_every_route_with_every_scope(gateway: Gateway) -> None:
     """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
     rollout_id, _ = await gateway.start_rollout()
     served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path not in OPEN]
-    assert len(served) == 25 + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
+    assert len(served) == len(OPERATIONS) + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
     for method, path in served:
         default = Scope.AGENT if "/v1" in path else Scope.CONTROL
         allowed = ALLOWED.get((method, path), {default})

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-import traceback
 from dataclasses import dataclass, field
 
 from leyden.errors import Unauthorized
+from leyden.gateway.http import log_bug
 from leyden.protocols import ChatChoice, ChatReply
 from leyden.store import Store, StoredTurn
 from leyden.trajectory.nodes import Conversations, Node
@@ -134,14 +134,13 @@ class Attempts:
 
     def broken(self, claims: Claims | None, error: Exception) -> None:
         """A bug of Leyden's, or a full disk: logged without what was said, and never held against the agent."""
-        name = type(error).__name__
-        frames = "".join(traceback.format_tb(error.__traceback__))
         if claims is None:
-            log.error("a call without a valid key: %s\n%s", name, frames)
+            log_bug(log, "a call without a valid key", error)
             return
-        log.error("rollout %s, attempt %d: %s\n%s", claims.rollout_id, claims.attempt, name, frames)
+        log_bug(log, f"rollout {claims.rollout_id}, attempt {claims.attempt}", error)
+        why = f"the gateway failed: {type(error).__name__}"
         with contextlib.suppress(Exception):
-            self._store.rollouts.mark_incomplete(claims.rollout_id, claims.attempt, f"the gateway failed: {name}")
+            self._store.rollouts.mark_incomplete(claims.rollout_id, claims.attempt, why)
 
     def held_now(self, rollout_id: str, number: int) -> float:
         """Seconds that the attempt has been held and that the store does not know yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from typing import Any
 
 import orjson
@@ -17,6 +19,12 @@ from leyden.types import Json
 
 class ClientGone(Exception):
     """The caller hung up while its request was being read."""
+
+
+def log_bug(log: logging.Logger, where: str, error: Exception) -> None:
+    """What happened and the lines it came through, but nothing that was said: no message, no values."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s: %s\n%s", where, type(error).__name__, frames)
 
 
 class JsonResponse(Response):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from leyden.errors import Conflict, Unauthorized
+from leyden.errors import Conflict, NotFound, Unauthorized
 from leyden.protocols import ChatRequest
 from leyden.store.database import transaction
 from leyden.store.pack import (
@@ -149,11 +149,19 @@ class Turns:
             )
             yield from map(_turn, rows)
 
-    def add_event(self, rollout_id: str, attempt: int, kind: str, data: Json) -> int:
+    def add_event(self, rollout_id: str, attempt: int, kind: str, data: Json, *, running: bool = False) -> int:
+        """Its number. `running`: only while that attempt runs, else Unauthorized. Raises NotFound for an attempt that
+        there never was."""
+        condition = "attempt = ? AND state = 'running'" if running else "attempt >= ?"
         row = self._db.execute(
-            "INSERT INTO events (rollout_id, attempt, kind, data, created) VALUES (?, ?, ?, ?, ?) RETURNING seq",
-            (rollout_id, attempt, kind, orjson.dumps(data).decode(), time.time()),
+            "INSERT INTO events (rollout_id, attempt, kind, data, created) SELECT ?, ?, ?, ?, ? "
+            f"WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND {condition}) RETURNING seq",
+            (rollout_id, attempt, kind, orjson.dumps(data).decode(), time.time(), rollout_id, attempt),
         ).fetchone()
+        if row is None and running:
+            raise Unauthorized(f"attempt {attempt} of rollout {rollout_id} is not running any more", forbidden=True)
+        if row is None:
+            raise NotFound(f"there is no attempt {attempt} of a rollout {rollout_id!r}")
         seq: int = row["seq"]
         return seq
 

@@ -1,0 +1,398 @@
+"""The few calls of the Kubernetes API that Leyden makes, with objects as plain JSON and typed errors.
+
+    ClusterError               the API server refused; `status` and the server's own message
+    ├── ClusterUnavailable       no answer, 429, 5xx: worth another try, and the call may have been carried out
+    ├── QuotaExceeded            403 of a ResourceQuota: worth another try later
+    ├── ClusterForbidden         401, 403: rights are missing
+    ├── ObjectExists             409 on creation
+    │   └── ObjectBeingDeleted     the one of that name is on its way out
+    ├── ObjectMissing            404
+    └── VersionGone              410: the resource version is too old to watch from
+
+kubernetes_asyncio reads kubeconfigs, gets tokens (also by exec plugins and in a pod) and signs requests. Its
+generated models are not used: they know fewer fields than the server sends, and cost as much time as the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import orjson
+from kubernetes_asyncio import client as kubernetes
+from kubernetes_asyncio import config as kubernetes_config
+
+from leyden.controller.backends.kubernetes.manifest import Manifest
+from leyden.controller.backends.kubernetes.verdict import KILLED, Object
+from leyden.errors import ConfigError, LeydenError
+
+REQUEST_S = 30.0
+PAGE = 500
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ClusterError(LeydenError):
+    """The Kubernetes API refused. `status` is the HTTP status, None without an answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ClusterUnavailable(ClusterError):
+    pass
+
+
+class QuotaExceeded(ClusterError):
+    pass
+
+
+class ClusterForbidden(ClusterError):
+    pass
+
+
+class ObjectExists(ClusterError):
+    pass
+
+
+class ObjectBeingDeleted(ObjectExists):
+    pass
+
+
+class ObjectMissing(ClusterError):
+    pass
+
+
+class VersionGone(ClusterError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of object: where the API has it."""
+
+    prefix: str
+    plural: str
+
+
+JOBS = Kind("/apis/batch/v1", "jobs")
+PODS = Kind("/api/v1", "pods")
+SECRETS = Kind("/api/v1", "secrets")
+EVENTS = Kind("/api/v1", "events")
+
+
+class KubernetesApi:
+    """Calls in one namespace. Made by `connect`, to be closed."""
+
+    def __init__(self, client: kubernetes.ApiClient, namespace: str, kubeconfig: Path | None, context: str | None):
+        self.namespace = namespace
+        self._client = client
+        self._kubeconfig = kubeconfig
+        self._context = context
+
+    @classmethod
+    async def connect(
+        cls, namespace: str | None = None, kubeconfig: Path | None = None, context: str | None = None
+    ) -> Self:
+        """With a kubeconfig (given, KUBECONFIG, ~/.kube/config), or as a pod's service account. Raises ConfigError.
+
+        Without `namespace`, the context's own or the pod's.
+        """
+        configuration, own = await _configuration(kubeconfig, context)
+        return cls(kubernetes.ApiClient(configuration), namespace or own, kubeconfig, context)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def create(self, kind: Kind, thing: Object) -> Object:
+        made: Object = await self._json("POST", self._path(kind), body=thing)
+        return made
+
+    async def create_job(self, manifest: Manifest) -> Object:
+        """The Job, and its Secret with the Job as its owner: it goes with it. Raises ObjectExists."""
+        job = await self.create(JOBS, manifest.job)
+        try:
+            await self.create_secret(manifest.secret, job)
+        except ClusterError:
+            with contextlib.suppress(ClusterError):
+                await self.delete_job(job["metadata"]["name"], job["metadata"]["uid"])
+            raise
+        return job
+
+    async def create_secret(self, secret: Object, job: Object) -> None:
+        """Nothing is done if it is there: names are never used twice."""
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": job["metadata"]["name"],
+            "uid": job["metadata"]["uid"],
+        }
+        owned = {**secret, "metadata": {**secret["metadata"], "ownerReferences": [owner]}}
+        with contextlib.suppress(ObjectExists):
+            await self.create(SECRETS, owned)
+
+    async def get(self, kind: Kind, name: str) -> Object:
+        found: Object = await self._json("GET", self._path(kind, name))
+        return found
+
+    async def patch(self, kind: Kind, name: str, change: Object) -> Object:
+        """A JSON merge patch."""
+        content = "application/merge-patch+json"
+        changed: Object = await self._json("PATCH", self._path(kind, name), body=change, content=content)
+        return changed
+
+    async def kill_job(self, name: str, reason: str, now: float) -> Object:
+        """End a Job's pods and keep the Job. One change says why and lets its deadline pass, so that the Job
+        controller, on its own, neither forgets the reason nor starts another pod."""
+        change = {"metadata": {"annotations": {KILLED: f"{reason} {now:.3f}"}}, "spec": {"activeDeadlineSeconds": 1}}
+        return await self.patch(JOBS, name, change)
+
+    async def delete_job(self, name: str, uid: str | None = None, *, grace_s: int | None = None) -> None:
+        """The Job, then in the background its pods and its Secret. A Job that is gone, or another one of that name,
+        is left alone."""
+        body: Object = {"propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        with contextlib.suppress(ObjectMissing, ObjectExists):
+            await self._json("DELETE", self._path(JOBS, name), body=body)
+
+    async def delete_pod(self, name: str, *, grace_s: int | None = None) -> None:
+        body = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
+        with contextlib.suppress(ObjectMissing):
+            await self._json("DELETE", self._path(PODS, name), body=body)
+
+    async def list_all(self, kind: Kind, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
+        """All objects that match, page by page, and the resource version to watch from."""
+        items: list[Object] = []
+        query = _query(labelSelector=labels, fieldSelector=fields, limit=PAGE)
+        token = ""
+        while True:
+            page = await self._json("GET", self._path(kind), query=[*query, *_query(**{"continue": token})])
+            items += [_lean(item) for item in page["items"]]
+            token = page["metadata"].get("continue", "")
+            if not token:
+                return items, page["metadata"]["resourceVersion"]
+
+    async def watch(
+        self, kind: Kind, version: str, *, labels: str = "", fields: str = "", timeout_s: int = 60, slack_s: float = 10
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """Events after `version`, as (type, object), bookmarks included, until the server ends the stream.
+
+        The server is asked to end it after `timeout_s`; a stream without a byte for `slack_s` longer is dead and
+        raises ClusterUnavailable. Raises VersionGone.
+        """
+        query = _query(
+            watch="true",
+            allowWatchBookmarks="true",
+            resourceVersion=version,
+            timeoutSeconds=timeout_s,
+            labelSelector=labels,
+            fieldSelector=fields,
+        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_S, sock_read=timeout_s + slack_s)
+        response = await self._send("GET", self._path(kind), query=query, timeout=timeout)
+        try:
+            async for line in _lines(response):
+                event = orjson.loads(line)
+                if event["type"] == "ERROR":
+                    raise _refusal(event["object"].get("code"), event["object"])
+                yield event["type"], _lean(event["object"])
+        except (TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError) as error:
+            raise ClusterUnavailable(f"the watch of {kind.plural} broke: {_name(error)}") from error
+        finally:
+            response.close()
+
+    async def log(self, pod: str, container: str, *, tail_lines: int, limit_bytes: int) -> str:
+        """The last lines of a container's output. Of more than `limit_bytes` the last bytes are kept.
+
+        Raises ObjectMissing once the pod is gone, ClusterError with status 400 before the container has started.
+        """
+        query = _query(container=container, tailLines=tail_lines)
+        response = await self._send("GET", f"{self._path(PODS, pod)}/log", query=query)
+        kept = bytearray()
+        try:
+            async for chunk in response.content.iter_any():
+                kept += chunk
+                del kept[:-limit_bytes]
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise ClusterUnavailable(f"the log of {pod} broke off: {_name(error)}") from error
+        finally:
+            response.close()
+        return kept.decode("utf-8", "replace")
+
+    async def allowed(self, verb: str, group: str, resource: str) -> bool:
+        """Whether these credentials may do that in the namespace."""
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        answer = await self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+        return bool(answer["status"]["allowed"])
+
+    def _path(self, kind: Kind, name: str = "") -> str:
+        return f"{kind.prefix}/namespaces/{self.namespace}/{kind.plural}" + (f"/{name}" if name else "")
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+    ) -> Any:
+        response = await self._send(method, path, query=query, body=body, content=content)
+        try:
+            return orjson.loads(await response.read())
+        except (TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError) as error:
+            raise ClusterUnavailable(f"{method} {path}: the answer broke off: {_name(error)}") from error
+        finally:
+            response.release()
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        """A response with a good status, its body unread. A token that ran out is fetched anew once."""
+        for last in (False, True):
+            response = await self._once(method, path, query, body, content, timeout)
+            if response.status == 401 and not last:
+                response.release()
+                await self._renew()
+                continue
+            break
+        if response.status < 300:
+            return response
+        try:
+            refused = await response.read()
+        except (TimeoutError, aiohttp.ClientError):
+            refused = b""
+        finally:
+            response.release()
+        raise _refusal(response.status, _status(refused), f"{method} {path}")
+
+    async def _once(
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]] | None,
+        body: Object | None,
+        content: str,
+        timeout: aiohttp.ClientTimeout | None,
+    ) -> aiohttp.ClientResponse:
+        try:
+            response: aiohttp.ClientResponse = await self._client.call_api(
+                path,
+                method,
+                query_params=query or [],
+                header_params={"Accept": "application/json", "Content-Type": content},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=timeout or aiohttp.ClientTimeout(total=REQUEST_S),
+            )
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ClusterUnavailable(f"{method} {path}: {_name(error)}") from error
+        return response
+
+    async def _renew(self) -> None:
+        configuration, _ = await _configuration(self._kubeconfig, self._context)
+        self._client.configuration.api_key = configuration.api_key
+
+
+async def _configuration(kubeconfig: Path | None, context: str | None) -> tuple[kubernetes.Configuration, str]:
+    """The library's settings and the namespace that goes with them."""
+    configuration = kubernetes.Configuration()
+    try:
+        await kubernetes_config.load_kube_config(
+            config_file=None if kubeconfig is None else str(kubeconfig),
+            context=context,
+            client_configuration=configuration,
+            persist_config=False,
+        )
+        _, active = kubernetes_config.list_kube_config_contexts(None if kubeconfig is None else str(kubeconfig))
+        chosen = active if context is None else {}
+        return configuration, (chosen.get("context") or {}).get("namespace") or "default"
+    except kubernetes_config.ConfigException as error:
+        if kubeconfig is not None or context is not None:
+            raise ConfigError("kubernetes.kubeconfig", f"{kubeconfig}: {error}") from error
+        outside = error
+    try:
+        kubernetes_config.load_incluster_config(client_configuration=configuration)
+        return configuration, await asyncio.to_thread(_NAMESPACE_FILE.read_text)
+    except (kubernetes_config.ConfigException, OSError) as error:
+        raise ConfigError(
+            "kubernetes.kubeconfig", f"no cluster is named: {outside}; nor is this a pod: {error}"
+        ) from error
+
+
+def _refusal(status: int | None, said: Mapping[str, Any], call: str = "watch") -> ClusterError:
+    """The API's Status object as an error."""
+    message, reason = str(said.get("message") or said.get("reason") or f"status {status}"), said.get("reason")
+    kind: type[ClusterError] = ClusterError
+    if status == 403 and "exceeded quota" in message:
+        kind = QuotaExceeded
+    elif status in (401, 403):
+        kind = ClusterForbidden
+    elif status == 404:
+        kind = ObjectMissing
+    elif status == 409:
+        kind = ObjectBeingDeleted if "being deleted" in message else ObjectExists
+    elif status == 410 or reason == "Expired":
+        kind = VersionGone
+    elif status is None or status == 429 or status >= 500:
+        kind = ClusterUnavailable
+    return kind(f"{call}: {message}", status=status)
+
+
+def _status(body: bytes) -> Mapping[str, Any]:
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {"message": body[:500].decode("utf-8", "replace")}
+    return said if isinstance(said, dict) else {}
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whole lines, of any length. A line that the end cuts off is not one."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line:
+                yield line
+
+
+def _lean(thing: Object) -> Object:
+    """Without the bookkeeping of field owners, half of an object's size."""
+    thing.get("metadata", {}).pop("managedFields", None)
+    return thing
+
+
+def _query(**values: str | int) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in values.items() if value != ""]
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

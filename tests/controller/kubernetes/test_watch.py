@@ -1,0 +1,152 @@
+"""List and watch against an API server that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from leyden.controller.backends.kubernetes.api import JOBS, PODS, ClusterForbidden, KubernetesApi
+from leyden.controller.backends.kubernetes.watch import Selection, Timing, changes
+from tests.controller.kubernetes.conftest import FakeApiServer, items, refusal, reply, stream, thing
+
+QUICK = Timing(watch_s=1, slack_s=0.2, pause_s=0.01, longest_pause_s=0.05)
+PLAIN = Timing(watch_s=30, pause_s=0.01, longest_pause_s=0.05)
+Short = tuple[str, str, str]
+
+
+async def take(api: KubernetesApi, count: int, timing: Timing = PLAIN) -> list[Short]:
+    """The next changes as (event, name, version)."""
+    found: list[Short] = []
+    async with asyncio.timeout(20), aclosing(changes(api, [Selection(JOBS, labels="a=b")], timing)) as stream_:  # type: ignore[type-var]
+        async for change in stream_:
+            metadata = change.object["metadata"] if change.object else {"name": "", "resourceVersion": ""}
+            found.append((change.event, metadata["name"], metadata["resourceVersion"]))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_a_watch_goes_on_where_the_last_one_ended(server: FakeApiServer, api: KubernetesApi) -> None:
+    """From the last version seen, bookmarks included; no second list."""
+    server.lists = [items(5, thing("a", 3))]
+    server.watches = [
+        stream(("MODIFIED", thing("a", 6)), ("BOOKMARK", {"metadata": {"resourceVersion": "9"}})),
+        stream(("DELETED", thing("a", 10))),
+        stream(then="silent"),
+    ]
+    assert await take(api, 4) == [
+        ("ADDED", "a", "3"),
+        ("LISTED", "", ""),
+        ("MODIFIED", "a", "6"),
+        ("DELETED", "a", "10"),
+    ]
+    assert [q.get("resourceVersion") for q in server.asked] == [None, "5", "9"]
+    assert server.asked[1]["allowWatchBookmarks"] == "true"
+    assert server.asked[1]["timeoutSeconds"] == "30"
+    assert {q["labelSelector"] for q in server.asked} == {"a=b"}
+
+
+@pytest.mark.parametrize(
+    "expired",
+    [
+        stream(("ERROR", {"code": 410, "reason": "Expired", "message": "too old resource version: 5 (9)"})),
+        refusal(410, "The resourceVersion for the provided watch is too old.", "Expired"),
+    ],
+    ids=["event", "status"],
+)
+async def test_an_expired_version_is_listed_anew(server: FakeApiServer, api: KubernetesApi, expired: object) -> None:
+    """410: what happened meanwhile is told as if it had been watched."""
+    server.lists = [
+        items(5, thing("same", 1), thing("changed", 2), thing("gone", 3)),
+        items(20, thing("same", 1), thing("changed", 12), thing("new", 13)),
+    ]
+    server.watches = [expired, stream(then="silent")]  # type: ignore[list-item]
+    assert await take(api, 8) == [
+        ("ADDED", "same", "1"),
+        ("ADDED", "changed", "2"),
+        ("ADDED", "gone", "3"),
+        ("LISTED", "", ""),
+        ("DELETED", "gone", "3"),
+        ("MODIFIED", "changed", "12"),
+        ("ADDED", "new", "13"),
+        ("LISTED", "", ""),
+    ]
+
+
+async def test_a_silent_watch_is_left(server: FakeApiServer, api: KubernetesApi) -> None:
+    """Case K02: beyond the time that the server was given, a stream without a byte is dead; a list tells what it
+    kept to itself."""
+    server.lists = [items(5, thing("a", 3)), items(9, thing("a", 8))]
+    server.watches = [stream(then="silent")]
+    assert await take(api, 4, QUICK) == [
+        ("ADDED", "a", "3"),
+        ("LISTED", "", ""),
+        ("MODIFIED", "a", "8"),
+        ("LISTED", "", ""),
+    ]
+
+
+async def test_a_list_is_taken_from_time_to_time(server: FakeApiServer, api: KubernetesApi) -> None:
+    """Case K02: also where watches end in time but leave events out."""
+    server.lists = [items(5, thing("a", 3)), items(9)]
+    server.watches = [stream(("BOOKMARK", {"metadata": {"resourceVersion": "8"}}))]
+    timing = Timing(watch_s=30, resync_s=0.05)
+    assert await take(api, 4, timing) == [
+        ("ADDED", "a", "3"),
+        ("LISTED", "", ""),
+        ("DELETED", "a", "3"),
+        ("LISTED", "", ""),
+    ]
+
+
+@pytest.mark.parametrize("broken", ["cut", "half a line"])
+async def test_a_broken_watch_is_listed_anew(server: FakeApiServer, api: KubernetesApi, broken: str) -> None:
+    server.lists = [items(5), items(7, thing("a", 6))]
+    watch = stream(then="cut") if broken == "cut" else stream(b'{"type": "ADDED", "object": {"meta\n')
+    server.watches = [watch, stream(then="silent")]
+    assert await take(api, 3) == [("LISTED", "", ""), ("ADDED", "a", "6"), ("LISTED", "", "")]
+
+
+async def test_events_of_any_length_and_repeated_ones(server: FakeApiServer, api: KubernetesApi) -> None:
+    """A line is longer than any buffer; an addition that is known is none."""
+    server.lists = [items(5, thing("a", 3))]
+    long = thing("b", 7, text="é" * 3_000_000)
+    server.watches = [stream(("ADDED", thing("a", 3)), ("ADDED", thing("a", 6)), ("ADDED", long), then="silent")]
+    assert await take(api, 4) == [("ADDED", "a", "3"), ("LISTED", "", ""), ("MODIFIED", "a", "6"), ("ADDED", "b", "7")]
+
+
+async def test_an_api_server_that_comes_back(server: FakeApiServer, api: KubernetesApi) -> None:
+    """5xx and 429 are waited for, also at the very start."""
+    server.lists = [
+        reply(503, {}),
+        refusal(429, "too many requests"),
+        items(5),
+        refusal(500, "etcd"),
+        items(9, thing("a", 8)),
+    ]
+    server.watches = [refusal(500, "etcdserver: leader changed"), stream(then="silent")]
+    assert await take(api, 3) == [("LISTED", "", ""), ("ADDED", "a", "8"), ("LISTED", "", "")]
+
+
+async def test_rights_that_are_missing(server: FakeApiServer, api: KubernetesApi) -> None:
+    """At the start that is said; later it is waited for: an API server that starts refuses for a moment."""
+    server.lists = [refusal(403, 'jobs.batch is forbidden: User "u" cannot list resource "jobs"')]
+    with pytest.raises(ClusterForbidden, match="cannot list resource"):
+        await take(api, 1)
+    server.lists = [items(5), refusal(403, "forbidden"), items(9)]
+    server.watches = [refusal(410, "old"), stream(then="silent")]
+    assert await take(api, 2) == [("LISTED", "", ""), ("LISTED", "", "")]
+
+
+async def test_two_kinds_in_one_stream(server: FakeApiServer, api: KubernetesApi) -> None:
+    server.lists = [items(5)]
+    server.watches = [stream(then="silent")]
+    kinds = set()
+    async with asyncio.timeout(20), aclosing(changes(api, [Selection(JOBS), Selection(PODS)])) as stream_:  # type: ignore[type-var]
+        async for change in stream_:
+            kinds.add(change.kind)
+            if len(kinds) == 2:
+                break
+    assert kinds == {JOBS, PODS}

@@ -156,11 +156,11 @@ def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None 
 
     `with_parent` ends it when standard input closes. Raises ConfigError for an open address without a secret.
     """
-    _check_address(config, secret)
+    check_address(config, secret)
     config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock(config.run_dir / "gateway.lock"):
         app = build(config, secret or read_or_create_secret(config.run_dir))
-        listener = _listen(config)
+        listener = listen(config)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         server = _Server(app)
@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _check_address(config: RunConfig, secret: bytes | None) -> None:
+def check_address(config: RunConfig, secret: bytes | None) -> None:
     host = config.gateway.host
     if host not in ("127.0.0.1", "::1", "localhost") and secret is None:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _check_address(config: RunConfig, secret: bytes | None) -> None:
         )
 
 
-def _listen(config: RunConfig) -> socket.socket:
+def listen(config: RunConfig) -> socket.socket:
     """Bind the configured port, else the port of the last start, else any free one."""
     host = "127.0.0.1" if config.gateway.host == "localhost" else config.gateway.host
     last = _last_port(config.run_dir)

@@ -129,6 +129,14 @@ def test_a_launcher_is_the_section_of_a_run_file_and_stands_in_the_docs(
     assert text in PAGE.read_text(), f"docs/harnesses.md does not show launchers/{case.file} as it is"
 
 
+@pytest.mark.parametrize("case", [*LAUNCHERS, *VARIANTS], ids=lambda case: case.name)
+def test_the_docs_show_what_is_expected_of_a_case(case: Case) -> None:
+    forks = ", ".join(f"{cause}: {count}" for cause, count in case.forks.items()) or "-"
+    streamed, samples = "yes" if case.streamed else "no", 1 + sum(case.forks.values())
+    cells = (case.name, case.protocol, streamed, case.turns, case.side_calls, samples, forks)
+    assert f"| {' | '.join(map(str, cells))} |\n" in PAGE.read_text()
+
+
 def test_seventeen_launchers_of_fourteen_packages() -> None:
     assert len(LAUNCHERS) == 17
     assert {case.package for case in LAUNCHERS} == set(PACKAGES)

@@ -40,8 +40,8 @@ def judge(what: Seen, clock: str) -> Verdict:
     return verdict(what, PATIENCE, at(clock))
 
 
-def own(code: int | None, started: str, ended: str, signal: int | None = None) -> Exit:
-    return Exit(code, signal, at(started), at(ended))
+def own(code: int | None, started: str, ended: str, signal: int | None = None, note: str | None = None) -> Exit:
+    return Exit(code, signal, at(started), at(ended), note=note)
 
 
 def failed(error: str, started: str, ended: str) -> Exit:
@@ -73,7 +73,7 @@ def test_plain_ends(shape: str, clock: str, expected: Verdict) -> None:
 
 
 def test_a_keeper_that_hangs_is_given_up() -> None:
-    ended = Ended(own(5, "08:11:29", "08:11:29"), "the workspace was not saved within 120 s")
+    ended = Ended(own(5, "08:11:29", "08:11:29", note="the workspace was not saved within 120 s"))
     assert judge(seen("saving"), "08:13:29") == ended
     assert judge(seen("saving"), "08:13:28") == Saving(own(5, "08:11:29", "08:11:29"))
 
@@ -96,11 +96,15 @@ def test_oom() -> None:
     """Case K07: OOMKilled under its own limit is the agent's end with the reason named; a killed child of a harness
     that ended well is a warning."""
     assert judge(seen("oom"), "08:12:00") == Ended(
-        own(137, "08:11:28", "08:11:29"), "OOMKilled(137): the container's memory limit is 20Mi"
+        own(137, "08:11:28", "08:11:29", note="OOMKilled(137): the container's memory limit is 20Mi")
     )
     assert judge(seen("oom_of_a_child"), "08:12:00") == Ended(
-        own(0, "08:11:28", "08:11:30"),
-        "a child of the harness was OOMKilled; the harness ended with exit 0; the memory limit is 20Mi",
+        own(
+            0,
+            "08:11:28",
+            "08:11:30",
+            note="a child of the harness was OOMKilled: the container's memory limit is 20Mi",
+        )
     )
 
 
@@ -234,7 +238,7 @@ def test_job_and_pods_gone_without_a_trace() -> None:
 def test_pods_gone_before_they_were_read() -> None:
     """Case K03: a complete Job says that all ended with exit 0; a failed one does not say who failed."""
     assert judge(seen("succeeded", pods=[]), "08:12:00") == Ended(
-        own(0, "08:11:26", "08:11:29"), "the pod was gone before its exit was read; the Job is complete"
+        own(0, "08:11:26", "08:11:29", note="the pod was gone before its exit was read; the Job is complete")
     )
     error = "BackoffLimitExceeded: Job has reached the specified backoff limit; the pod was gone before it was read"
     assert judge(seen("exit_3", pods=[]), "08:12:00") == Ended(failed(error, "08:11:26", "08:12:00"))
@@ -258,7 +262,7 @@ def conditions(*types: str, reason: str = "", **status: Any) -> Seen:
 def test_success_conditions_in_any_order_made_by_hand(order: tuple[str, str]) -> None:
     """Case K04, Kubernetes 1.30 and later."""
     assert judge(conditions(*order), "08:12:00") == Ended(
-        own(0, "08:11:26", "08:11:29"), "the pod was gone before its exit was read; the Job is complete"
+        own(0, "08:11:26", "08:11:29", note="the pod was gone before its exit was read; the Job is complete")
     )
 
 

@@ -17,6 +17,7 @@ from leyden.config import RunConfig
 from leyden.controller import launch, workspace
 from leyden.controller.backends.kubernetes.manifest import FILES, TEMPLATE, WORKSPACE, Pods, Program
 from leyden.controller.jobs import grader_job, harness_job
+from leyden.controller.templates import render
 from leyden.errors import ConfigError, LaunchError
 from leyden.types import Json
 
@@ -39,7 +40,7 @@ class Programs:
         rollout, config = claim.rollout, self.config
         known = self._known(rollout)
         env = launch.endpoints(self.url) | self._own(rollout) | {"LEYDEN_URL": self.url}
-        env |= {n: launch.render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
+        env |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
         command = launch.rendered_command("harness.command", config.harness.command, known)
         return self._program(
             rollout,

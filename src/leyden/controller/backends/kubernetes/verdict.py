@@ -13,7 +13,7 @@ Objects are the API's JSON. Times are Unix seconds.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
 from typing import Any
@@ -82,10 +82,9 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`note` explains an end that is the agent's own, or warns. `saved`: the keeper said so."""
+    """`saved`: the keeper has saved the workspace."""
 
     exit: Exit
-    note: str | None = None
     saved: bool = False
 
 
@@ -102,7 +101,7 @@ def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     done = harness.get("state", {}).get("terminated")
     if done:
         return _after_harness(seen, pod, done, patience, kill, now)
-    started = _time(harness.get("state", {}).get("running", {}).get("startedAt"))
+    started = unix_time(harness.get("state", {}).get("running", {}).get("startedAt"))
     reason = _end_of_pod(seen, pod, patience, kill, now)
     if reason is not None:
         return _cut_off(pod, reason, kill, started, now)
@@ -114,9 +113,9 @@ def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
 def _after_harness(
     seen: Seen, pod: Object, done: Object, patience: Patience, kill: tuple[str, float] | None, now: float
 ) -> Verdict:
-    ended = _time(done.get("finishedAt")) or now
-    started = _time(done.get("startedAt")) or ended
-    exit_, note = _own_end(pod, done, started, ended)
+    ended = unix_time(done.get("finishedAt")) or now
+    started = unix_time(done.get("startedAt")) or ended
+    exit_ = _own_end(pod, done, started, ended)
     reason = None if exit_.error else _cause(seen, pod, kill, ended)
     if reason == TIMEOUT or (kill and reason == kill[0]):
         exit_ = Exit(None, None, started, ended, killed=reason)
@@ -125,26 +124,23 @@ def _after_harness(
     others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
     over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     if all("terminated" in state for state in others) or over:
-        return Ended(exit_, note, _saved(pod))
+        return Ended(exit_, _saved(pod))
     if now < ended + patience.save_s:
         return Saving(exit_)
-    return Ended(exit_, note or f"the workspace was not saved within {patience.save_s:g} s")
+    return Ended(replace(exit_, note=exit_.note or f"the workspace was not saved within {patience.save_s:g} s"))
 
 
-def _own_end(pod: Object, done: Object, started: float, ended: float) -> tuple[Exit, str | None]:
-    """The harness container's end as its own doing, and what is to be said about it."""
+def _own_end(pod: Object, done: Object, started: float, ended: float) -> Exit:
+    """The harness container's end as its own doing."""
     code, reason = done["exitCode"], done.get("reason")
     if reason in _NOT_STARTED:
         error = f"the harness could not be started: {done.get('message', reason)}"
-        return Exit(None, None, started, ended, error=_short(error)), None
+        return Exit(None, None, started, ended, error=_short(error))
     if reason == "OOMKilled":
-        limit = _memory_limit(pod)
-        note = f"OOMKilled({code}): the container's memory limit is {limit}"
-        if code == 0:
-            note = f"a child of the harness was OOMKilled; the harness ended with exit 0; the memory limit is {limit}"
-        return Exit(code, None, started, ended), note
+        who = f"OOMKilled({code})" if code else "a child of the harness was OOMKilled"
+        return Exit(code, None, started, ended, note=f"{who}: the container's memory limit is {_memory_limit(pod)}")
     number = done.get("signal") or (code - 128 if 128 < code <= 128 + 64 else None)
-    return Exit(None if number else code, number, started, ended), None
+    return Exit(None if number else code, number, started, ended)
 
 
 def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float) -> str | None:
@@ -198,7 +194,7 @@ def _cut_off(pod: Object, reason: str, kill: tuple[str, float] | None, started: 
 
 
 def _not_started(seen: Seen, pod: Object, patience: Patience, now: float) -> Pending | Ended:
-    why, refused, limit_s = _waits(pod), _time(pod["metadata"].get("creationTimestamp")), patience.queue_s
+    why, refused, limit_s = _waits(pod), unix_time(pod["metadata"].get("creationTimestamp")), patience.queue_s
     warnings = _warnings(seen.events, pod)
     for status in _statuses(pod):
         waiting = status.get("state", {}).get("waiting", {})
@@ -220,12 +216,13 @@ def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None,
         return Ended(Exit(None, None, now, now, killed=kill[0]))
     if job is None:
         return Ended(Exit(None, None, now, now, error="the Job disappeared, and no pod of it was seen"))
-    status, created = job.get("status", {}), _time(job["metadata"].get("creationTimestamp"))
-    started = _time(status.get("startTime")) or created
+    status, created = job.get("status", {}), unix_time(job["metadata"].get("creationTimestamp"))
+    started = unix_time(status.get("startTime")) or created
     complete, failed = _condition(job, "Complete"), _condition(job, "Failed")
     if complete:
-        ended = _time(status.get("completionTime")) or _time(complete.get("lastTransitionTime")) or now
-        return Ended(Exit(0, None, started, ended), "the pod was gone before its exit was read; the Job is complete")
+        ended = unix_time(status.get("completionTime")) or unix_time(complete.get("lastTransitionTime")) or now
+        note = "the pod was gone before its exit was read; the Job is complete"
+        return Ended(Exit(0, None, started, ended, note=note))
     if failed:
         words = f"{failed.get('reason')}: {failed.get('message', '')}".rstrip(": ")
         return Ended(Exit(None, None, started, now, error=_short(f"{words}; the pod was gone before it was read")))
@@ -283,7 +280,7 @@ def _node_silent_since(pod: Object) -> float:
     ready = _condition(pod, "Ready", "False")
     if ready is None or ready.get("reason") or not _condition(pod, "ContainersReady"):
         return inf
-    return _time(ready.get("lastTransitionTime"))
+    return unix_time(ready.get("lastTransitionTime"))
 
 
 def _waits(pod: Object) -> str:
@@ -322,7 +319,7 @@ def _deadline_passed(job: Object | None, now: float) -> bool:
     condition = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if condition is not None:
         return condition.get("reason") == "DeadlineExceeded"
-    limit, start = job.get("spec", {}).get("activeDeadlineSeconds"), _time(job.get("status", {}).get("startTime"))
+    limit, start = job.get("spec", {}).get("activeDeadlineSeconds"), unix_time(job.get("status", {}).get("startTime"))
     return limit is not None and start > 0 and now >= start + limit - 1
 
 
@@ -331,11 +328,11 @@ def _deletion_asked(pod: Object) -> float | None:
     metadata = pod["metadata"]
     if "deletionTimestamp" not in metadata:
         return None
-    return _time(metadata["deletionTimestamp"]) - float(metadata.get("deletionGracePeriodSeconds") or 0)
+    return unix_time(metadata["deletionTimestamp"]) - float(metadata.get("deletionGracePeriodSeconds") or 0)
 
 
 def _deletion_due(pod: Object) -> float:
-    return _time(pod["metadata"].get("deletionTimestamp")) or inf
+    return unix_time(pod["metadata"].get("deletionTimestamp")) or inf
 
 
 def _condition(thing: Object, kind: str, status: str = "True") -> Object | None:
@@ -360,7 +357,7 @@ def _memory_limit(pod: Object) -> str:
 
 
 def _scheduled(pod: Object) -> float:
-    return _time((_condition(pod, "PodScheduled") or {}).get("lastTransitionTime"))
+    return unix_time((_condition(pod, "PodScheduled") or {}).get("lastTransitionTime"))
 
 
 def _warnings(events: Sequence[Object], thing: Object) -> list[Object]:
@@ -378,18 +375,20 @@ def _about(event: Object, thing: Object) -> bool:
 
 
 def _event_time(event: Object) -> float:
-    return _time(event.get("firstTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
+    return unix_time(
+        event.get("firstTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp")
+    )
 
 
 def _age(pod: Object) -> tuple[float, str]:
-    return _time(pod["metadata"].get("creationTimestamp")), pod["metadata"]["name"]
+    return unix_time(pod["metadata"].get("creationTimestamp")), pod["metadata"]["name"]
 
 
 def _uid(pod: Object) -> str:
     return str(pod["metadata"].get("uid"))
 
 
-def _time(text: str | None) -> float:
+def unix_time(text: str | None) -> float:
     """Unix seconds; 0 for none and for the zero time that stands for none."""
     if not text:
         return 0.0

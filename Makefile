@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast harnesses harnesses-smoke kube check base bench-learning bench-gateway bench-launch clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke kube check base bench-learning bench-gateway bench-launch bench-samples clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-learning   the demo's training at full length, three seeds"
 	@echo "make bench-gateway    CPU and latency of the gateway per call"
 	@echo "make bench-launch     rollouts per second of the controller"
+	@echo "make bench-samples    training samples per rollout of mini-swe-agent"
 
 $(STAMP): pyproject.toml requirements.lock
 	@echo "setting up $(VENV)"
@@ -51,7 +52,7 @@ check: $(STAMP)
 base: $(STAMP)
 	$(BIN)/python $(DEMO)/make_base.py
 
-bench-learning bench-gateway bench-launch: bench-%: $(STAMP)
+bench-learning bench-gateway bench-launch bench-samples: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/bench_$*.py
 
 clean:

@@ -61,10 +61,11 @@ async def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         yield running
 
 
-def config_of(tmp_path: Path, family: str, thinking_history: str = "template") -> RunConfig:
-    config = make_config(tmp_path, qwen_tokenizer_folder(family))
-    own = {"renderer": family, "thinking_history": thinking_history}
-    return config.model_copy(update={"model": config.model.model_copy(update=own)})
+def config_of(
+    tmp_path: Path, family: str, thinking_history: str = "template", continuity: str = "semantic"
+) -> RunConfig:
+    model = {"renderer": family, "thinking_history": thinking_history, "continuity": continuity}
+    return make_config(tmp_path, qwen_tokenizer_folder(family), model=model)
 
 
 def family_of(gateway: Gateway) -> str:
@@ -301,9 +302,7 @@ async def test_a_fresh_root_holds_the_reasoning_that_the_template_keeps(tmp_path
 async def test_without_continuity_turns_are_linked_where_their_ids_go_on_by_themselves(tmp_path: Path) -> None:
     """Canonical ids do; others are rendered back to other ids."""
     made = renderer("qwen3")
-    config = config_of(tmp_path, "qwen3")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"continuity": "off"})})
-    async with serving(config, made) as gateway:
+    async with serving(config_of(tmp_path, "qwen3", continuity="off"), made) as gateway:
         speller = Speller(made._tokenizer._backend, share=1.0)
         rollout_id, key = await gateway.start_rollout()
         client, messages = sdk(gateway, key), list(TASK)

@@ -202,13 +202,44 @@ class EngineConfig(Section):
 class ControllerConfig(Section):
     """Who runs harnesses. `start: false` leaves it to a controller that already runs.
 
-    `start_timeout_s` bounds the wait for a place to run; that time does not count against the harness.
+    Attempts belong to the controller of that `name`; after a restart it knows them again. `start_timeout_s` bounds the
+    wait for a place to run; that time does not count against the harness.
     """
 
     start: bool = True
-    backend: Literal["local"] = "local"
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "local"
+    backend: Literal["local", "kubernetes"] = "local"
     concurrency: PositiveInt = 8
     start_timeout_s: PositiveSeconds = 600
+
+
+class KubernetesConfig(Section):
+    """How attempts run as Jobs. `image` holds the harness; the grader runs in `grader_image`, and Leyden's small helper
+    in `keeper_image` (any image with Python 3.8), both `image` unless given.
+
+    `gateway_url` is the gateway as pods reach it. `files` (relative to the run file) lie in the pod's `config_dir`.
+    `template` is a Jinja template of a Job; `resources` goes into the default one. Of a harness that is killed the
+    workspace is saved within `save_s`; `image_wait_s` bounds the tries to pull an image; the cluster itself ends an
+    attempt that was held up for more than `pause_allowance_s` in all. Credentials: `kubeconfig` and `context`, else
+    KUBECONFIG, else the pod's own service account.
+    """
+
+    image: str | None = None
+    grader_image: str | None = None
+    keeper_image: str | None = None
+    namespace: str | None = None
+    kubeconfig: Path | None = None
+    context: str | None = None
+    gateway_url: str | None = None
+    template: Path | None = None
+    files: list[Path] = []
+    resources: dict[str, dict[str, str]] = {}
+    creates_per_minute: PositiveInt = 600
+    image_wait_s: PositiveSeconds = 60
+    save_s: PositiveInt = 60
+    ttl_s: Annotated[int, Field(ge=300)] = 3600
+    pause_allowance_s: PositiveSeconds = 3600
+    log_lines: PositiveInt = 1000
 
 
 class AlgorithmConfig(Section):
@@ -312,6 +343,7 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = EngineConfig()
     controller: ControllerConfig = ControllerConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -326,6 +358,8 @@ class RunConfig(Section):
                 f"trainer.group_size 1 gives every rollout advantage 0 under algorithm.advantage "
                 f"{self.algorithm.advantage}; use at least 2"
             )
+        if self.controller.backend == "kubernetes" and self.kubernetes.image is None:
+            raise ValueError("controller.backend kubernetes needs kubernetes.image, the image that holds the harness")
         if self.eval.every and self.data.validation is None:
             raise ValueError(f"eval.every {self.eval.every} needs data.validation")
         if self.sampling.max_tokens and self.sampling.max_tokens >= self.model.context_tokens:

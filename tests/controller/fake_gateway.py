@@ -111,7 +111,7 @@ class FakeGateway:
         return web.json_response({"rollouts": rows, "cursor": rows[-1]["change"] if rows else args[0]})
 
     async def _controllers(self, _request: web.Request) -> web.Response:
-        return web.json_response({"controllers": []})
+        return web.json_response({"run": "fake", "controllers": []})
 
     async def _get(self, request: web.Request) -> web.Response:
         rollout = self.rollouts.get(request.match_info["id"])

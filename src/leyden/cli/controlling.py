@@ -13,9 +13,6 @@ from leyden.config import RunConfig
 from leyden.controller.loop import run_controller
 from leyden.errors import ConfigError, GatewayError
 
-CONTROLLER_ID = "local"
-"""Of the controller of a run folder. The same after a restart, so that it knows its own attempts again."""
-
 
 def run_until_stopped(config: RunConfig, secret: bytes | None, *, with_parent: bool) -> None:
     """Run until SIGINT, SIGTERM or, with a parent, the end of standard input."""
@@ -36,7 +33,7 @@ async def _run(config: RunConfig, url: str, key: str, with_parent: bool) -> None
             loop.call_soon_threadsafe(stop.set)
 
         threading.Thread(target=wait_for_end, daemon=True).start()
-    await run_controller(config, url, key, CONTROLLER_ID, stop=stop)
+    await run_controller(config, url, key, config.controller.name, stop=stop)
 
 
 def _running_gateway(config: RunConfig) -> str:

@@ -104,6 +104,10 @@ class ControlClient:
         answer = await self._json("GET", "/api/controllers")
         return {c["controller"]: c["alive"] for c in answer["controllers"]}
 
+    async def run_name(self) -> str:
+        """A name of the run that no other run has."""
+        return str((await self._json("GET", "/api/controllers"))["run"])
+
     async def take_over(self, rollout_id: str, attempt: int, controller: str) -> Rollout:
         """Make `controller` responsible for an attempt whose own controller is gone. 409 if it is not."""
         body = {"attempt": attempt, "controller": controller}

@@ -102,7 +102,7 @@ class Actor:
         rollout = claim.rollout
         self.board.absorb([rollout])
         self.board.change(rollout_id, attempt=rollout.attempt)
-        await self.backend.start_harness(rollout, claim.agent_key)
+        await self.backend.start_harness(claim)
 
     async def _report(self, attempt: Attempt) -> None:
         assert attempt.exit is not None

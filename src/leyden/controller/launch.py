@@ -93,13 +93,13 @@ def harness(
     """The job of an attempt's harness. Raises LaunchError if a template cannot be rendered."""
     paths = attempt_paths(config.run_dir, rollout_id, attempt)
     known = variables(config, rollout_id, task, paths) | {"url": url}
-    environment = _inherited(parent, url) | _endpoints(url) | _keys(key) | _own(config, rollout_id, attempt, paths)
+    environment = _inherited(parent, url) | endpoints(url) | model_keys(key) | _own(config, rollout_id, attempt, paths)
     environment |= {"LEYDEN_URL": url, "LEYDEN_KEY": key}
     environment |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
     return Job(
         job_id=harness_job(rollout_id, attempt),
         directory=paths.root,
-        argv=_command("harness.command", config.harness.command, known),
+        argv=rendered_command("harness.command", config.harness.command, known),
         cwd=paths.workspace,
         env=environment,
         log=paths.harness_log,
@@ -136,7 +136,7 @@ def grader(
     if config.grader.function:
         argv: tuple[str, ...] = (python, str(GRADE), config.grader.function, str(config.config_dir))
     else:
-        argv = _command("grader.command", config.grader.command or [], known)
+        argv = rendered_command("grader.command", config.grader.command or [], known)
     return Job(
         job_id=grader_job(rollout_id, attempt, number),
         directory=paths.grade,
@@ -156,7 +156,7 @@ def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str])
     """What modules see while they are preloaded: the harness's variables without keys and without what names
     a task.
     """
-    environment = _inherited(parent, url) | _endpoints(url)
+    environment = _inherited(parent, url) | endpoints(url)
     for name, text in config.harness.env.items():
         try:
             environment[name] = render_strictly(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
@@ -173,7 +173,7 @@ def _static_variables(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _command(name: str, command: list[str], known: Mapping[str, Any]) -> tuple[str, ...]:
+def rendered_command(name: str, command: list[str], known: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(render(f"{name}[{i}]", item, known) for i, item in enumerate(command))
 
 
@@ -187,7 +187,7 @@ def _inherited(parent: Mapping[str, str], url: str) -> dict[str, str]:
     return kept
 
 
-def _endpoints(url: str) -> dict[str, str]:
+def endpoints(url: str) -> dict[str, str]:
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_BASE": f"{url}/v1",
@@ -196,7 +196,7 @@ def _endpoints(url: str) -> dict[str, str]:
     }
 
 
-def _keys(key: str) -> dict[str, str]:
+def model_keys(key: str) -> dict[str, str]:
     names = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "GEMINI_API_KEY", "GOOGLE_API_KEY")
     return dict.fromkeys(names, key)
 

@@ -24,7 +24,7 @@ from typing import Any
 from leyden.client.control import ControlClient
 from leyden.config import RunConfig
 from leyden.controller.act import Actor
-from leyden.controller.backends.base import Events
+from leyden.controller.backends.base import Backend, Events
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.board import Board
 from leyden.controller.jobs import Exit
@@ -60,11 +60,19 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
     """
     board = Board()
     wake = asyncio.Event()
-    backend = LocalBackend(config, url.rstrip("/"), dict(os.environ), _events(board, wake))
     async with ControlClient(url, key) as client:
+        backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake))
         actor = Actor(controller_id, client, backend, board, config.workspace.keep)
         await backend.open()
         await Controller(actor, limits(config, controller_id), wake).run(stop)
+
+
+async def _backend(config: RunConfig, url: str, client: ControlClient, controller_id: str, events: Events) -> Backend:
+    if config.controller.backend == "local":
+        return LocalBackend(config, url, dict(os.environ), events)
+    from leyden.controller.backends.kubernetes.backend import KubernetesBackend
+
+    return KubernetesBackend(config, url, await client.run_name(), controller_id, events)
 
 
 def _events(board: Board, wake: asyncio.Event) -> Events:

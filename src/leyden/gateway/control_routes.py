@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -141,7 +142,11 @@ class ControlApi:
         }
 
     async def list_controllers(self, _call: ControlCall) -> Json:
-        return {"controllers": self.store.controllers.listing()}
+        return {"run": self._run_name(), "controllers": self.store.controllers.listing()}
+
+    def _run_name(self) -> str:
+        """The run folder's name, and a digest by which two runs with folders of one name differ."""
+        return f"{self.config.run_dir.name}-{hashlib.sha256(b'run' + self.secret).hexdigest()[:8]}"
 
     async def take_over(self, call: ControlCall) -> Json:
         body: TakeOverBody = call.body

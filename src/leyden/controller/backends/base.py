@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from leyden.client.records import Rollout
+from leyden.client.records import Claim, Rollout
 from leyden.controller.jobs import Exit
 from leyden.controller.plan import Attempt
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
     async def supervise(self) -> None:
         """Report events until `stop` or `close`."""
 
-    async def start_harness(self, rollout: Rollout, key: str) -> None: ...
+    async def start_harness(self, claim: Claim) -> None: ...
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
         """Start the grader for the `number`-th time on what the harness left."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from leyden.client.records import Rollout
+from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
 from leyden.controller.backends import sandbox
@@ -48,7 +48,8 @@ class LocalBackend:
     async def supervise(self) -> None:
         await self._launcher.supervise()
 
-    async def start_harness(self, rollout: Rollout, key: str) -> None:
+    async def start_harness(self, claim: Claim) -> None:
+        rollout, key = claim.rollout, claim.agent_key
         paths = self._paths(rollout.rollout_id, rollout.attempt)
         await asyncio.to_thread(workspace.prepare, self._config, rollout.rollout_id, rollout.task, paths)
         job = launch.harness(

@@ -218,9 +218,10 @@ def _environment(container: Object, path: str, variables: Mapping[str, Object], 
 
 def _before(pods: Pods, program: Program, name: str) -> Object:
     """The init container that fills the workspace: from the Secret, or for a grader from the gateway."""
-    do = "unpack" if program.archive is not None else "fetch"
-    made = _leyden_container(pods, do, program, name)
-    return made if do == "fetch" else {k: v for k, v in made.items() if k != "env"}
+    if program.archive is None:
+        return _leyden_container(pods, "fetch", program, name)
+    made = _leyden_container(pods, "unpack", program, name)
+    return {**made, "env": [e for e in made["env"] if "value" in e]}
 
 
 def _keeper(pods: Pods, program: Program, name: str) -> Object:

@@ -87,6 +87,10 @@ class Ended:
     exit: Exit
     saved: bool = False
 
+    @property
+    def note(self) -> str | None:
+        return self.exit.note
+
 
 Verdict = Pending | Running | Saving | Ended
 
@@ -124,7 +128,7 @@ def _after_harness(
     others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
     over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     if all("terminated" in state for state in others) or over:
-        return Ended(exit_, _saved(pod))
+        return Ended(replace(exit_, note=exit_.note or _keeper_failed(pod)), _saved(pod))
     if now < ended + patience.save_s:
         return Saving(exit_)
     return Ended(replace(exit_, note=exit_.note or f"the workspace was not saved within {patience.save_s:g} s"))
@@ -302,6 +306,14 @@ def _saved(pod: Object) -> bool:
     return bool(_container(pod, {KEEPER}).get("state", {}).get("terminated", {}).get("exitCode") == 0)
 
 
+def _keeper_failed(pod: Object) -> str | None:
+    done = _container(pod, {KEEPER}).get("state", {}).get("terminated", {})
+    if not done.get("exitCode"):
+        return None
+    message = done.get("message", "").strip().splitlines()
+    return _short(f"the workspace was not saved: {message[-1] if message else done.get('reason')}")
+
+
 def _kill(job: Object | None) -> tuple[str, float] | None:
     text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(KILLED)
     if not text:
@@ -319,7 +331,10 @@ def _deadline_passed(job: Object | None, now: float) -> bool:
     condition = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if condition is not None:
         return condition.get("reason") == "DeadlineExceeded"
-    limit, start = job.get("spec", {}).get("activeDeadlineSeconds"), unix_time(job.get("status", {}).get("startTime"))
+    limit, start = (
+        job.get("spec", {}).get("activeDeadlineSeconds"),
+        unix_time(job.get("status", {}).get("startTime")),
+    )
     return limit is not None and start > 0 and now >= start + limit - 1
 
 

@@ -1,0 +1,393 @@
+"""Attempts as Jobs of a cluster, behind the controller's `Backend` protocol.
+
+Concurrency. One event loop. `_read` takes changes of Jobs, pods and warnings into the ledger and looks at the Job that
+each is about; `supervise` looks at all of them every LOOK_S, since some verdicts come with time alone. A look tells
+what is new (waiting, started, ended); an end is told once, after the log has been kept. Calls of the API server that
+nobody waits for (kill, delete) are tasks that go on until the server has answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from leyden.client.records import Claim, Rollout
+from leyden.config import RunConfig
+from leyden.controller import launch
+from leyden.controller.backends.base import Events
+from leyden.controller.backends.kubernetes.api import (
+    EVENTS,
+    JOBS,
+    PODS,
+    ClusterError,
+    ClusterUnavailable,
+    KubernetesApi,
+    ObjectBeingDeleted,
+    ObjectExists,
+    ObjectMissing,
+    QuotaExceeded,
+)
+from leyden.controller.backends.kubernetes.ledger import Ledger
+from leyden.controller.backends.kubernetes.manifest import Pods, Program, is_ours, job_name, label, manifest
+from leyden.controller.backends.kubernetes.programs import Programs, pods, redacted
+from leyden.controller.backends.kubernetes.verdict import (
+    Ended,
+    Object,
+    Patience,
+    Pending,
+    Running,
+    Saving,
+    Verdict,
+    unix_time,
+    verdict,
+)
+from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
+from leyden.controller.jobs import CANCELLED, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
+from leyden.controller.plan import Attempt, Phase
+from leyden.errors import LaunchError
+from leyden.types import RolloutState
+
+log = logging.getLogger(__name__)
+OWNER = "leyden/controller"
+LOOK_S = 1.0
+MINUTE_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+MOST_LOG_BYTES = 2**20
+
+
+class KubernetesBackend:
+    """`run` names the run in labels, `controller` is the one that attempts belong to, `url` the gateway's for pods."""
+
+    def __init__(self, config: RunConfig, url: str, run: str, controller: str, events: Events) -> None:
+        self._config = config
+        self._run = run
+        self._controller = controller
+        self._events = events
+        self._programs = Programs(config, run, config.kubernetes.gateway_url or url)
+        self._ledger = Ledger()
+        self._mine: dict[str, Verdict | None] = {}
+        self._deleting: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._creating = asyncio.Lock()
+        self._created: list[float] = []
+        self._listed = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._api: KubernetesApi
+        self._pods: Pods
+
+    @property
+    def running(self) -> set[str]:
+        """Ids of all Jobs of the run that exist and are not being deleted."""
+        return {job_id for job_id in self._ledger.jobs() if job_id not in self._deleting}
+
+    async def open(self) -> None:
+        settings = self._config.kubernetes
+        self._api = await KubernetesApi.connect(settings.namespace, settings.kubeconfig, settings.context)
+        self._pods = pods(self._config, self._api.namespace)
+        self._reader = asyncio.create_task(self._read())
+        listed = asyncio.create_task(self._listed.wait())
+        await asyncio.wait({self._reader, listed}, return_when=asyncio.FIRST_COMPLETED)
+        listed.cancel()
+        if self._reader.done():
+            self._reader.result()
+        self._created = self._ledger.created(time.time() - MINUTE_S)
+
+    async def supervise(self) -> None:
+        assert self._reader is not None
+        while not self._reader.done():
+            await asyncio.wait({self._reader}, timeout=LOOK_S)
+            for job_id in tuple(self._mine):
+                self._look(job_id)
+        self._reader.result()
+
+    async def start_harness(self, claim: Claim) -> None:
+        await self._create(await asyncio.to_thread(self._programs.harness, claim))
+
+    async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
+        paths = launch.attempt_paths(self._config.run_dir, rollout.rollout_id, rollout.attempt)
+        printed = paths.harness_log.read_bytes() if paths.harness_log.exists() else b""
+        harness = self._mine.get(harness_job(rollout.rollout_id, rollout.attempt))
+        exit_ = harness.exit if isinstance(harness, Ended) else _told_exit(rollout)
+        await self._create(self._programs.grader(rollout, key, number, printed, asdict(exit_)))
+
+    def kill(self, job_id: str, reason: str) -> None:
+        """A cancelled Job is deleted at once; any other reason ends its pod and lets the workspace be saved.
+
+        A Job that another controller has taken over is left alone.
+        """
+        job = self._ledger.job(job_id)
+        if job is not None and (job_id not in self._mine or _owner(job) == self._controller):
+            name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+            if reason == CANCELLED:
+                self._delete(job_id, name, uid)
+            else:
+                self._spawn(lambda: self._api.kill_job(name, reason, time.time()))
+        if job_id in self._mine and (reason == CANCELLED or job is None):
+            now = time.time()
+            self._end(job_id, Exit(None, None, now, now, killed=reason))
+
+    def find(self, rollout: Rollout) -> Attempt:
+        rollout_id, number = rollout.rollout_id, rollout.attempt
+        harness = harness_job(rollout_id, number)
+        seen = self._adopt(harness)
+        attempt = _as_attempt(rollout, seen, self._created_at(harness))
+        if rollout.state is not RolloutState.GRADING:
+            return attempt
+        if not isinstance(seen, Ended):
+            attempt = replace(attempt, phase=Phase.EXITED, exit=_told_exit(rollout))
+        tries = [
+            n for n in range(1, self._config.grader.max_tries + 1) if self._exists(grader_job(rollout_id, number, n))
+        ]
+        if not tries:
+            return attempt
+        grader = grader_job(rollout_id, number, tries[-1])
+        graded = self._adopt(grader)
+        if isinstance(graded, Ended):
+            return replace(attempt, phase=Phase.GRADED, tries=tries[-1], grader_exit=graded.exit)
+        return replace(attempt, phase=Phase.GRADING, tries=tries[-1], started=self._created_at(grader))
+
+    async def forget(self, attempt: Attempt, *, keep: bool) -> None:
+        rollout_id, number = attempt.rollout_id, attempt.attempt
+        tries = range(1, max(attempt.tries, self._config.grader.max_tries) + 1)
+        for job_id in (harness_job(rollout_id, number), *(grader_job(rollout_id, number, n) for n in tries)):
+            self._mine.pop(job_id, None)
+            job = self._ledger.job(job_id)
+            if job is not None and _owner(job) == self._controller:
+                self._delete(job_id, job["metadata"]["name"], job["metadata"]["uid"])
+            self._ledger.forget(job_id)
+        if not keep:
+            paths = launch.attempt_paths(self._config.run_dir, rollout_id, number)
+            (paths.root / "workspace.tar.gz").unlink(missing_ok=True)
+
+    def where(self, attempt: Attempt) -> str:
+        paths = launch.attempt_paths(self._config.run_dir, attempt.rollout_id, attempt.attempt)
+        job = self._ledger.job(attempt.job_id)
+        name = f", Job {job['metadata']['name']} in namespace {self._pods.namespace}" if job else ""
+        return f"log: {paths.grade_log if attempt.tries else paths.harness_log}{name}"
+
+    async def stop(self) -> None:
+        for job_id in tuple(self._mine):
+            if job := self._ledger.job(job_id):
+                self._delete(job_id, job["metadata"]["name"], job["metadata"]["uid"])
+        self._mine.clear()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=30)
+
+    async def close(self) -> None:
+        works: list[asyncio.Task[Any]] = [*self._tasks, *([self._reader] if self._reader else [])]
+        for task in works:
+            task.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+        if self._reader is not None:
+            await self._api.close()
+
+    async def _read(self) -> None:
+        selections = (
+            Selection(JOBS, labels=f"leyden/run={label(self._run)}"),
+            Selection(PODS, labels=f"leyden/run={label(self._run)}"),
+            Selection(EVENTS, fields="type=Warning"),
+        )
+        unlisted = {JOBS, PODS}
+        async for change in changes(self._api, selections):
+            if change.event == LISTED:
+                unlisted.discard(change.kind)
+                if not unlisted:
+                    self._listed.set()
+                continue
+            job_id = self._ledger.absorb(change, time.time())
+            if job_id is not None:
+                if self._ledger.job(job_id) is None:
+                    self._deleting.discard(job_id)
+                self._look(job_id)
+
+    def _look(self, job_id: str) -> None:
+        """Tell what is new about a Job of ours."""
+        before = self._mine.get(job_id)
+        if job_id not in self._mine or isinstance(before, Ended) or not self._exists(job_id):
+            return
+        now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
+        self._mine[job_id] = now
+        match now:
+            case Pending(why) if now != before:
+                self._events.waiting(job_id, why)
+            case Running(started) if not isinstance(before, Running):
+                self._events.started(job_id, started)
+            case Ended():
+                self._spawn(lambda: self._conclude(job_id, now))
+
+    async def _conclude(self, job_id: str, ended: Ended) -> None:
+        """Keep the log, then tell the end."""
+        await self._keep_log(job_id)
+        self._end(job_id, self._exit(job_id, ended))
+
+    def _exit(self, job_id: str, ended: Ended) -> Exit:
+        """The end of a job. Without its workspace an attempt cannot be graded, so it is void."""
+        exit_ = replace(ended.exit, note=ended.note)
+        needs_workspace = ".grade" not in job_id and not self._config.grader.harness
+        if needs_workspace and not ended.saved and exit_.error is None and exit_.killed in OWN_ENDS:
+            why = ended.note or "the pod went before it was handed in"
+            return replace(exit_, error=f"the workspace was lost: {why}")
+        return exit_
+
+    def _end(self, job_id: str, exit_: Exit) -> None:
+        self._mine[job_id] = Ended(exit_)
+        self._events.ended(job_id, exit_)
+
+    async def _keep_log(self, job_id: str) -> None:
+        """The last lines that the harness or grader printed, without keys, beside what else is kept of the attempt."""
+        pod = self._ledger.pod(job_id)
+        attempt, _, grader = job_id.partition(".grade")
+        rollout_id, _, number = attempt.rpartition(".")
+        paths = launch.attempt_paths(self._config.run_dir, rollout_id, int(number))
+        target = paths.grade_log if grader else paths.harness_log
+        container = "grader" if grader else "harness"
+        printed = "the pod was gone before its log was read\n"
+        if pod is not None:
+            try:
+                lines = self._config.kubernetes.log_lines
+                name = pod["metadata"]["name"]
+                printed = await self._api.log(name, container, tail_lines=lines, limit_bytes=MOST_LOG_BYTES)
+            except ClusterError as error:
+                printed = f"the log could not be read: {error}\n"
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.write_text(redacted(printed), encoding="utf-8", errors="replace")
+
+    async def _create(self, program: Program) -> None:
+        """Make the Job, or find that it is there. What may pass is waited for; raises LaunchError for the rest."""
+        deadline = time.monotonic() + self._config.controller.start_timeout_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await self._room()
+            try:
+                job = await self._created_or_ours(program)
+                break
+            except ObjectBeingDeleted:
+                program = replace(program, again=program.again + 1)
+            except (QuotaExceeded, ClusterUnavailable) as error:
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"the cluster took no Job for {program.job_id}: {error}") from error
+                self._events.waiting(program.job_id, str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            except ClusterError as error:
+                raise LaunchError(f"the cluster refuses the Job of {program.job_id}: {error}") from error
+        self._mine.setdefault(program.job_id, None)
+        self._deleting.discard(program.job_id)
+        log.debug("%s is Job %s", program.job_id, job["metadata"]["name"])
+
+    async def _created_or_ours(self, program: Program) -> Object:
+        made = manifest(self._pods, program)
+        made.job["metadata"]["annotations"][OWNER] = self._controller
+        self._mine.setdefault(program.job_id, None)
+        try:
+            return await self._api.create_job(made)
+        except ObjectBeingDeleted:
+            raise
+        except ObjectExists as error:
+            job = await self._api.get(JOBS, job_name(program))
+            if not is_ours(job, program):
+                raise LaunchError(f"a Job {job_name(program)} exists that is not of this attempt") from error
+            await self._api.create_secret(made.secret, job)
+            return job
+
+    async def _room(self) -> None:
+        """Wait until another Job may be created in this minute, in the order of the asking."""
+        limit = self._config.kubernetes.creates_per_minute
+        async with self._creating:
+            while True:
+                now = time.time()
+                self._created = [t for t in self._created if t > now - MINUTE_S]
+                if len(self._created) < limit:
+                    self._created.append(now)
+                    return
+                await asyncio.sleep(self._created[-limit] + MINUTE_S - now)
+
+    def _adopt(self, job_id: str) -> Verdict | None:
+        """How a Job stands that an earlier controller made; it is ours from now on. None if there is no trace of it."""
+        if not self._exists(job_id):
+            return None
+        job = self._ledger.job(job_id)
+        if job is not None and _owner(job) != self._controller:
+            name = job["metadata"]["name"]
+            self._spawn(lambda: self._api.patch(JOBS, name, {"metadata": {"annotations": {OWNER: self._controller}}}))
+        now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
+        if isinstance(now, Ended):
+            now = Ended(self._exit(job_id, now))
+            self._spawn(lambda: self._keep_log(job_id))
+        self._mine[job_id] = now
+        return now
+
+    def _exists(self, job_id: str) -> bool:
+        return self._ledger.job(job_id) is not None or self._ledger.pod(job_id) is not None
+
+    def _created_at(self, job_id: str) -> float:
+        job = self._ledger.job(job_id)
+        return unix_time(job["metadata"].get("creationTimestamp")) if job else 0.0
+
+    def _patience(self, job_id: str) -> Patience:
+        settings = self._config.kubernetes
+        return Patience(
+            queue_s=self._config.controller.start_timeout_s,
+            image_s=settings.image_wait_s,
+            save_s=0.0 if ".grade" in job_id else settings.save_s,
+        )
+
+    def _delete(self, job_id: str, name: str, uid: str) -> None:
+        if job_id not in self._deleting:
+            self._deleting.add(job_id)
+            self._spawn(lambda: self._api.delete_job(name, uid))
+
+    def _spawn(self, call: Callable[[], Awaitable[Any]]) -> None:
+        task = asyncio.create_task(_until_answered(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _as_attempt(rollout: Rollout, seen: Verdict | None, created: float) -> Attempt:
+    rollout_id, number = rollout.rollout_id, rollout.attempt
+    match seen:
+        case Ended(exit_):
+            return Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
+        case Running(started):
+            return Attempt(rollout_id, number, Phase.RUNNING, started=started)
+        case Saving(exit_):
+            return Attempt(rollout_id, number, Phase.RUNNING, started=exit_.started)
+        case Pending(why):
+            return Attempt(rollout_id, number, Phase.STARTING, started=created, problem=why)
+    if rollout.reward is not None:
+        return Attempt(rollout_id, number, Phase.EXITED, exit=_told_exit(rollout))
+    return Attempt(rollout_id, number, Phase.LOST, problem="its Job disappeared")
+
+
+def _told_exit(rollout: Rollout) -> Exit:
+    """The end of a harness whose Job is gone, as the gateway was told it; one that was rewarded ended well."""
+    began = rollout.started or 0.0
+    code = 0 if rollout.exit_code is None and not rollout.timed_out else rollout.exit_code
+    return Exit(code, None, began, began, killed=TIMEOUT if rollout.timed_out else None)
+
+
+def _owner(job: Object) -> str | None:
+    owner: str | None = job["metadata"].get("annotations", {}).get(OWNER)
+    return owner
+
+
+async def _until_answered(call: Callable[[], Awaitable[Any]]) -> None:
+    """Make a call until the API server answers; a refusal is an answer."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            await call()
+            return
+        except ObjectMissing:
+            return
+        except ClusterUnavailable as error:
+            log.info("%s; trying again", error)
+        except ClusterError as error:
+            log.warning("%s", error)
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

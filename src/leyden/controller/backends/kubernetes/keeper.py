@@ -1,0 +1,340 @@
+"""Runs in the harness's and the grader's pod, from one file, with Python 3.8 or newer and nothing else.
+
+    unpack   fill the workspace from the archive in the Secret
+    fetch    fill it from the gateway, for a grader
+    keep     wait until the harness is gone, pack the workspace, hand it to the gateway
+
+`keep` shares the pod's process namespace and is started before the harness. A container's first process has no
+parent there; so the harness is running while there is another one of these than this program and the pod's init,
+and it was there if process ids were given away. On SIGTERM (the pod is being deleted) the harness has
+half of the grace period; then it is killed, so that the other half is left to save what it wrote.
+
+What was packed is not trusted when it is unpacked: files, folders, and links that stay inside; everything else is
+left out and counted. The last line printed says what was done; it is the container's termination message on failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import stat
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import PurePosixPath
+from typing import IO, Callable, Iterator
+
+VOLUME = "/leyden/volume"
+INPUT = "/leyden/in/workspace.tar.gz"
+MOST_BYTES = 256 * 2**20
+MOST_ENTRIES = 200_000
+POLL_S = 0.05
+REQUEST_S = 60.0
+UPLOAD_S = 100.0
+
+
+class KeeperError(Exception):
+    """What could not be done, for people."""
+
+
+def main(arguments: list[str]) -> int:
+    what = arguments[0] if arguments else ""
+    workspace = os.path.join(VOLUME, "workspace")
+    limit = int(os.environ.get("LEYDEN_WORKSPACE_BYTES", MOST_BYTES))
+    try:
+        if what == "unpack":
+            print(unpack(INPUT, workspace, limit))
+        elif what == "fetch":
+            with scratch() as archive:
+                download(archive)
+                print(unpack(archive, workspace, limit))
+        elif what == "keep":
+            with scratch() as archive:
+                keep(workspace, archive, limit)
+        else:
+            raise KeeperError("usage: keeper.py unpack | fetch | keep")
+    except (KeeperError, OSError, tarfile.TarError, EOFError) as error:
+        print(f"{what}: {error}", flush=True)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[str]:
+    """Room for an archive beside the workspace, where the harness does not see it."""
+    folder = os.path.join(VOLUME, "out")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, "workspace.tar.gz")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+# ---- archives ----------------------------------------------------------------------------------------------------
+
+
+def pack(workspace: str, archive: str, most_bytes: int) -> str:
+    """The workspace as tar.gz: files, folders, links as links. Raises KeeperError if it is too large."""
+    size = entries = left_out = 0
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for path, status in _walk(workspace):
+            entries += 1
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+            if size > most_bytes:
+                raise KeeperError(f"the workspace is larger than {most_bytes} bytes; see kubernetes.workspace_bytes")
+            if entries > MOST_ENTRIES:
+                raise KeeperError(f"the workspace has more than {MOST_ENTRIES} entries")
+            left_out += not _pack_one(tar, path, os.path.relpath(path, workspace), status)
+    return f"packed {entries - left_out} entries, {size} bytes; left out {left_out}"
+
+
+def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda e: e.name)
+    for entry in entries:
+        status = entry.stat(follow_symlinks=False)
+        yield entry.path, status
+        if stat.S_ISDIR(status.st_mode):
+            yield from _walk(entry.path)
+
+
+def _pack_one(tar: tarfile.TarFile, path: str, name: str, status: os.stat_result) -> bool:
+    entry = tarfile.TarInfo(name)
+    entry.mode, entry.mtime = stat.S_IMODE(status.st_mode) & 0o777, int(status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
+        entry.type = tarfile.DIRTYPE
+        tar.addfile(entry)
+    elif stat.S_ISLNK(status.st_mode):
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)
+        tar.addfile(entry)
+    elif stat.S_ISREG(status.st_mode):
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            entry.size = status.st_size
+            tar.addfile(entry, file)
+    else:
+        return False
+    return True
+
+
+def unpack(archive: str, workspace: str, most_bytes: int) -> str:
+    """Fill a new workspace. Raises KeeperError for more than `most_bytes` or MOST_ENTRIES."""
+    os.makedirs(workspace, mode=0o777, exist_ok=True)
+    os.chmod(workspace, 0o777)
+    size = entries = left_out = 0
+    with tarfile.open(archive, "r:*") as tar:
+        for entry in tar:
+            entries += 1
+            size += entry.size if entry.isreg() else 0
+            if size > most_bytes or entries > MOST_ENTRIES:
+                raise KeeperError(f"the archive holds more than {most_bytes} bytes or {MOST_ENTRIES} entries")
+            left_out += not _unpack_one(tar, entry, workspace)
+    return f"unpacked {entries - left_out} entries, {size} bytes; left out {left_out}"
+
+
+def _unpack_one(tar: tarfile.TarFile, entry: tarfile.TarInfo, workspace: str) -> bool:
+    """Whether the entry was one that may lie in a workspace. The harness's user need not be this one: all may write."""
+    name = PurePosixPath(entry.name)
+    parts = [p for p in name.parts if p != "."]
+    if name.is_absolute() or ".." in parts or "\0" in entry.name:
+        return False
+    if not parts:
+        return entry.isdir()
+    parent = _folder(workspace, parts[:-1])
+    if parent is None:
+        return False
+    target = os.path.join(parent, parts[-1])
+    if entry.isdir():
+        return _folder(workspace, parts) is not None
+    if os.path.lexists(target):
+        return False
+    if entry.issym():
+        if not _stays_inside(parts[:-1], entry.linkname):
+            return False
+        os.symlink(entry.linkname, target)
+        return True
+    source = tar.extractfile(entry) if entry.isreg() else None
+    if source is None:
+        return False
+    mode = (entry.mode & 0o777) | 0o666
+    with source, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        shutil.copyfileobj(source, file)
+        os.fchmod(file.fileno(), mode)
+    os.utime(target, (entry.mtime, entry.mtime))
+    return True
+
+
+def _folder(workspace: str, parts: list[str]) -> str | None:
+    """The folder, made where it is missing; None where a link or a file is in the way."""
+    path = workspace
+    for part in parts:
+        path = os.path.join(path, part)
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            os.mkdir(path)
+            os.chmod(path, 0o777)
+            continue
+        if not stat.S_ISDIR(mode):
+            return None
+    return path
+
+
+def _stays_inside(folder: list[str], link: str) -> bool:
+    """Whether a link in `folder` names something inside, step by step. A link that goes through another link may end
+    elsewhere than it reads, but no link leads out, so that one cannot either."""
+    if not link or link.startswith("/") or "\0" in link:
+        return False
+    depth = len(folder)
+    climbs = True
+    for part in link.split("/"):
+        if part == "..":
+            depth -= 1
+            if depth < 0 or not climbs:
+                return False
+        elif part not in ("", "."):
+            depth += 1
+            climbs = False
+    return True
+
+
+# ---- waiting for the harness -------------------------------------------------------------------------------------
+
+
+def keep(workspace: str, archive: str, most_bytes: int) -> None:
+    asked_to_end: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(time.monotonic()))
+    save_s = float(os.environ.get("LEYDEN_SAVE_S", "30"))
+    if not wait_for_harness("/proc", os.getpid(), asked_to_end, save_s):
+        raise KeeperError("the pod was ended before the harness started")
+    packed = pack(workspace, archive, most_bytes)
+    until = time.monotonic() + (save_s if asked_to_end else UPLOAD_S)
+    upload(archive, until)
+    print(packed)
+
+
+def wait_for_harness(
+    proc: str,
+    own: int,
+    asked_to_end: list[float],
+    patience_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    kill: Callable[[int, int], None] = os.kill,
+) -> bool:
+    """Until the harness has started and is gone; False if it will not start. `proc` is /proc.
+
+    A pid that is the pod's only one means that processes are not shared: KeeperError.
+    """
+    if own == 1:
+        raise KeeperError("the pod needs shareProcessNamespace: true")
+    first, was_there, quiet = last_pid(proc), False, 0
+    while True:
+        others = first_processes(proc, own)
+        was_there = was_there or bool(others) or last_pid(proc) > max(first, own)
+        # Between the start of a container and its program there is a moment without either.
+        quiet = 0 if others else quiet + 1
+        if was_there and quiet >= 3:
+            return True
+        if asked_to_end:
+            if not was_there:
+                return False
+            if time.monotonic() > asked_to_end[0] + patience_s:
+                for pid in processes(proc):
+                    if pid not in (1, own):
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            kill(pid, signal.SIGKILL)
+                if time.monotonic() > asked_to_end[0] + patience_s + 2:
+                    return True
+        sleep(POLL_S)
+
+
+def processes(proc: str) -> list[int]:
+    return sorted(int(name) for name in os.listdir(proc) if name.isdigit())
+
+
+def first_processes(proc: str, own: int) -> list[int]:
+    """The first processes of the other containers: those without a parent, except the pod's init."""
+    found = []
+    for pid in processes(proc):
+        if pid in (1, own):
+            continue
+        try:
+            with open(os.path.join(proc, str(pid), "stat"), encoding="utf-8", errors="replace") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == "0" and state not in ("Z", "X"):
+            found.append(pid)
+    return found
+
+
+def last_pid(proc: str) -> int:
+    """The process id given away last in this namespace; see proc(5), loadavg."""
+    try:
+        with open(os.path.join(proc, "loadavg"), encoding="utf-8") as file:
+            return int(file.read().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+# ---- gateway -----------------------------------------------------------------------------------------------------
+
+
+def upload(archive: str, until: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    with open(archive, "rb") as file:
+        _call("PUT", file, until, sleep, lambda _: None)
+
+
+def download(archive: str, until: float | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+    def save(answer: http.client.HTTPResponse) -> None:
+        expected = answer.headers.get("Content-Length")
+        with open(archive, "wb") as file:
+            shutil.copyfileobj(answer, file)
+            if expected is not None and file.tell() != int(expected):
+                raise ConnectionError(f"{file.tell()} of {expected} bytes came")
+
+    _call("GET", None, time.monotonic() + UPLOAD_S if until is None else until, sleep, save)
+
+
+def _call(
+    method: str,
+    body: IO[bytes] | None,
+    until: float,
+    sleep: Callable[[float], None],
+    use: Callable[[http.client.HTTPResponse], None],
+) -> None:
+    """One call of /api/workspace, tried until it succeeds, is refused, or `until` is past."""
+    url = os.environ["LEYDEN_URL"].rstrip("/") + "/api/workspace"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    pause_s = 0.2
+    while True:
+        request = urllib.request.Request(url, method=method, data=body)  # noqa: S310  (the URL is ours)
+        request.add_header("Authorization", "Bearer " + os.environ["LEYDEN_WORKSPACE_KEY"])
+        if body is not None:
+            body.seek(0)
+            request.add_header("Content-Length", str(os.fstat(body.fileno()).st_size))
+            request.add_header("Content-Type", "application/gzip")
+        try:
+            with opener.open(request, timeout=REQUEST_S) as answer:
+                use(answer)
+            return
+        except urllib.error.HTTPError as error:
+            problem = f"{method} {url}: {error.code} {error.read(500).decode('utf-8', 'replace')}"
+            if error.code < 500 and error.code not in (408, 425, 429):
+                raise KeeperError(problem) from error
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"{method} {url}: {error}"
+        if time.monotonic() + pause_s > until:
+            raise KeeperError(problem)
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""What is known of a run's Jobs: the latest state of each, its pods, the warnings about them. One reader changes it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from leyden.controller.backends.kubernetes.api import EVENTS, JOBS
+from leyden.controller.backends.kubernetes.manifest import JOB_ID
+from leyden.controller.backends.kubernetes.verdict import Object, Seen, unix_time
+from leyden.controller.backends.kubernetes.watch import DELETED, Change
+
+MOST_WARNED = 5000
+WARNINGS_EACH = 20
+
+
+class Ledger:
+    """By job id. Of two Jobs with one id, a deleted one and its successor, the younger counts."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Object] = {}
+        self._pods: dict[str, dict[str, Object]] = {}
+        self._gone: dict[str, set[str]] = {}
+        self._changed: dict[str, float] = {}
+        self._warnings: OrderedDict[str, list[Object]] = OrderedDict()
+        self._job_of: dict[str, str] = {}
+
+    def absorb(self, change: Change, now: float) -> str | None:
+        """Take in a change. Answers the id of the job that it is about, if that is known."""
+        thing = change.object
+        if thing is None:
+            return None
+        if change.kind is EVENTS:
+            return self._warn(thing) if change.event != DELETED else None
+        metadata = thing["metadata"]
+        job_id: str | None = metadata.get("annotations", {}).get(JOB_ID)
+        if job_id is None:
+            return None
+        self._job_of[metadata["uid"]] = job_id
+        self._changed[job_id] = now
+        if change.kind is JOBS:
+            self._absorb_job(job_id, thing, deleted=change.event == DELETED)
+        else:
+            self._pods.setdefault(job_id, {})[metadata["uid"]] = thing
+            if change.event == DELETED:
+                self._gone.setdefault(job_id, set()).add(metadata["uid"])
+        return job_id
+
+    def job(self, job_id: str) -> Object | None:
+        return self._jobs.get(job_id)
+
+    def jobs(self) -> Iterator[str]:
+        return iter(tuple(self._jobs))
+
+    def created(self, since: float) -> list[float]:
+        """When the Jobs that exist were created, after `since` (Unix seconds), oldest first."""
+        times = (unix_time(job["metadata"].get("creationTimestamp")) for job in self._jobs.values())
+        return sorted(t for t in times if t > since)
+
+    def pod(self, job_id: str) -> Object | None:
+        """The first pod of a Job: an attempt runs once."""
+        pods = self._pods.get(job_id, {}).values()
+        return min(pods, key=lambda p: unix_time(p["metadata"].get("creationTimestamp")), default=None)
+
+    def seen(self, job_id: str) -> Seen:
+        job, pods = self._jobs.get(job_id), self._pods.get(job_id, {})
+        uids = [*pods, *([job["metadata"]["uid"]] if job else [])]
+        warnings = [event for uid in uids for event in self._warnings.get(uid, ())]
+        gone = frozenset(self._gone.get(job_id, ()))
+        return Seen(job, tuple(pods.values()), warnings, gone, self._changed.get(job_id, 0.0))
+
+    def forget(self, job_id: str) -> None:
+        """Drop what is known of a Job's pods; the Job itself stays until the cluster has deleted it."""
+        for uid in (*self._pods.pop(job_id, {}), *self._gone.pop(job_id, set())):
+            self._job_of.pop(uid, None)
+            self._warnings.pop(uid, None)
+        self._changed.pop(job_id, None)
+
+    def _absorb_job(self, job_id: str, job: Object, *, deleted: bool) -> None:
+        known = self._jobs.get(job_id)
+        uid = job["metadata"]["uid"]
+        if deleted:
+            if known is not None and known["metadata"]["uid"] == uid:
+                del self._jobs[job_id]
+            return
+        if known is None or known["metadata"]["uid"] == uid or _age(job) >= _age(known):
+            self._jobs[job_id] = job
+
+    def _warn(self, event: Object) -> str | None:
+        uid = event.get("involvedObject", {}).get("uid")
+        if not uid:
+            return None
+        kept = self._warnings.setdefault(uid, [])
+        others = [e for e in kept if e["metadata"]["uid"] != event["metadata"]["uid"]]
+        kept[:] = [*others[-WARNINGS_EACH + 1 :], event]
+        self._warnings.move_to_end(uid)
+        while len(self._warnings) > MOST_WARNED:
+            self._warnings.popitem(last=False)
+        return self._job_of.get(uid)
+
+
+def _age(job: Object) -> float:
+    return unix_time(job["metadata"].get("creationTimestamp"))

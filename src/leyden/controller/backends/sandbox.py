@@ -162,7 +162,7 @@ def environment(python: str) -> list[Path]:
 
 def outermost(paths: Iterable[Path]) -> tuple[Path, ...]:
     """Without what lies in another one or in the system; real paths and the links to them."""
-    every = sorted({p for path in paths for p in (path, path.resolve())}, key=lambda p: len(p.parts))
+    every = sorted({p for path in paths for p in (path, path.resolve())}, key=lambda p: (len(p.parts), p))
     found: list[Path] = []
     for path in every:
         if not any(path.is_relative_to(other) for other in [*map(Path, SYSTEM), *found]):

@@ -171,16 +171,18 @@ class Cgroups:
 
     def try_one(self, group: Group) -> None:
         """Make a group and put a process into it. Raises OSError."""
-        group.make()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            with contextlib.suppress(OSError):
-                group.join()
-                code = 0
-            os._exit(code)
-        status = os.waitpid(pid, 0)[1]
-        remove(list(group.folders))
+        try:
+            group.make()
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                with contextlib.suppress(OSError):
+                    group.join()
+                    code = 0
+                os._exit(code)
+            status = os.waitpid(pid, 0)[1]
+        finally:
+            remove(list(group.folders))
         if status:
             raise PermissionError(errno.EPERM, "a process cannot be put into the group", next(iter(group.folders)))
 

@@ -78,6 +78,14 @@ def test_a_keeper_that_hangs_is_given_up() -> None:
     assert judge(seen("saving"), "08:13:28") == Saving(own(5, "08:11:29", "08:11:29"))
 
 
+def test_a_keeper_that_fails_says_why() -> None:
+    what = seen("saved")
+    done = what.pods[0]["status"]["containerStatuses"][1]["state"]["terminated"]
+    done |= {"exitCode": 1, "message": "x\nkeep: the workspace is larger than 5 bytes\n"}
+    note = "the workspace was not saved: keep: the workspace is larger than 5 bytes"
+    assert judge(what, "08:12:00") == Ended(own(5, "08:11:29", "08:11:29", note=note))
+
+
 def test_what_ended_before_it_was_killed_ended_by_itself() -> None:
     """A kill that came too late changes nothing; Kubernetes' clock has whole seconds."""
     what = seen("killed")

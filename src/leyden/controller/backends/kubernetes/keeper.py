@@ -88,7 +88,7 @@ def pack(workspace: str, archive: str, most_bytes: int) -> str:
             entries += 1
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
             if size > most_bytes:
-                raise KeeperError(f"the workspace is larger than {most_bytes} bytes; see kubernetes.workspace_bytes")
+                raise KeeperError(f"the workspace is larger than {most_bytes} bytes; see gateway.max_workspace_bytes")
             if entries > MOST_ENTRIES:
                 raise KeeperError(f"the workspace has more than {MOST_ENTRIES} entries")
             left_out += not _pack_one(tar, path, os.path.relpath(path, workspace), status)

@@ -1,0 +1,301 @@
+"""The keeper: what it packs and unpacks, how it sees the harness go, how it talks to the gateway."""
+
+from __future__ import annotations
+
+import ast
+import http.server
+import io
+import os
+import signal
+import stat
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from leyden.controller.backends.kubernetes import keeper
+
+MANY = 1 << 20
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    folder = tmp_path / "workspace"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "b" / "run.sh").write_text("echo é\n")
+    (folder / "a" / "b" / "run.sh").chmod(0o750)
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("a/b/run.sh")
+    (folder / "a" / "up").symlink_to("../empty")
+    return folder
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Each entry with its kind, its content, its target."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = f"-> {path.readlink()}"
+        else:
+            found[name] = "/" if path.is_dir() else path.read_text()
+    return found
+
+
+def archive(path: Path, *entries: tarfile.TarInfo | tuple[str, bytes]) -> str:
+    with tarfile.open(path, "w:gz") as tar:
+        for entry in entries:
+            if isinstance(entry, tarfile.TarInfo):
+                tar.addfile(entry)
+            else:
+                info = tarfile.TarInfo(entry[0])
+                info.size = len(entry[1])
+                tar.addfile(info, io.BytesIO(entry[1]))
+    return str(path)
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def test_what_was_packed_comes_back(workspace: Path, tmp_path: Path) -> None:
+    packed = str(tmp_path / "w.tar.gz")
+    os.mkfifo(workspace / "pipe")
+    assert keeper.pack(str(workspace), packed, MANY) == "packed 6 entries, 8 bytes; left out 1"
+    target = tmp_path / "target"
+    assert keeper.unpack(packed, str(target), MANY) == "unpacked 6 entries, 8 bytes; left out 0"
+    assert tree(target) == {
+        "a": "/",
+        "a/b": "/",
+        "a/b/run.sh": "echo é\n",
+        "a/up": "-> ../empty",
+        "empty": "/",
+        "link": "-> a/b/run.sh",
+    }
+    assert stat.S_IMODE((target / "a/b/run.sh").stat().st_mode) == 0o776
+    assert stat.S_IMODE((target / "a").stat().st_mode) == 0o777
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("/etc/evil", b"x")],
+        [("../evil", b"x")],
+        [("a/../../evil", b"x")],
+        [link("out", "/tmp"), ("out/evil", b"x")],
+        [link("out", "../.."), ("out/evil", b"x")],
+        [link("a/out", "../../x")],
+        [link("a", "b"), link("a/evil", "x")],
+        [link("evil", "/leyden/files/task.json")],
+        [link("evil", "/leyden/files/task.json", tarfile.LNKTYPE)],
+        [link("dev", "", tarfile.CHRTYPE)],
+        [link("pipe", "", tarfile.FIFOTYPE)],
+        [link("a", "b/../../x")],
+        [("file", b"x"), ("file/evil", b"x")],
+        [link("here", "."), link("there", "here/../../x")],
+    ],
+)
+def test_an_archive_cannot_reach_out(entries: list[tarfile.TarInfo | tuple[str, bytes]], tmp_path: Path) -> None:
+    """The harness wrote it: no file outside, no link to the grader's own files, no device."""
+    target = tmp_path / "deep" / "target"
+    target.mkdir(parents=True)
+    packed = archive(tmp_path / "w.tar.gz", *entries, ("good", b"y"))
+    done = keeper.unpack(packed, str(target), MANY)
+    assert (target / "good").read_text() == "y"
+    assert "left out 0" not in done
+    for path in target.rglob("*"):
+        assert path.resolve().is_relative_to(target)
+        assert stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["target"]
+
+
+def test_an_entry_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    """A later link cannot take a file's place, nor a later file write through a link."""
+    (tmp_path / "victim").write_text("old")
+    packed = archive(tmp_path / "w.tar.gz", ("x", b"1"), link("x", "y"), ("x", b"2"), link("l", "x"), ("l", b"3"))
+    keeper.unpack(packed, str(tmp_path / "target"), MANY)
+    assert tree(tmp_path / "target") == {"l": "-> x", "x": "1"}
+
+
+def test_sizes_are_bounded(workspace: Path, tmp_path: Path) -> None:
+    """Packing says which setting to change; a small archive of a large file is stopped before it is written."""
+    packed = str(tmp_path / "w.tar.gz")
+    with pytest.raises(
+        keeper.KeeperError, match=r"the workspace is larger than 7 bytes; see gateway\.max_workspace_bytes"
+    ):
+        keeper.pack(str(workspace), packed, 7)
+    archive(tmp_path / "w.tar.gz", ("big", b"\0" * 10_000_000))
+    with pytest.raises(keeper.KeeperError, match="holds more than 1000000 bytes"):
+        keeper.unpack(packed, str(tmp_path / "target"), 1_000_000)
+    assert tree(tmp_path / "target") == {}
+
+
+def test_a_damaged_archive_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "w.tar.gz").write_bytes(b"\x1f\x8b damaged")
+    monkeypatch.setattr(keeper, "VOLUME", str(tmp_path))
+    monkeypatch.setattr(keeper, "INPUT", str(tmp_path / "w.tar.gz"))
+    assert keeper.main(["unpack"]) == 1
+    assert capsys.readouterr().out.startswith("unpack: ")
+    assert keeper.main(["other"]) == 1
+    assert capsys.readouterr().out == "other: usage: keeper.py unpack | fetch | keep\n"
+
+
+class Proc:
+    """A /proc of a pod; `at` says what the n-th look finds: pid -> parent, and the last pid given away."""
+
+    def __init__(self, root: Path, *looks: tuple[dict[int, int], int]) -> None:
+        self.root, self.looks, self.naps = root, list(looks), 0
+        self.show()
+
+    def show(self) -> None:
+        processes, last = self.looks[min(self.naps, len(self.looks) - 1)]
+        for old in self.root.iterdir():
+            if old.name.isdigit():
+                (old / "stat").unlink()
+                old.rmdir()
+        for pid, parent in processes.items():
+            (self.root / str(pid)).mkdir()
+            (self.root / str(pid) / "stat").write_text(f"{pid} (a) b (c) S {parent} 1 1")
+        (self.root / "loadavg").write_text(f"0.1 0.1 0.1 1/2 {last}\n")
+
+    def sleep(self, _: float) -> None:
+        self.naps += 1
+        assert self.naps < 200
+        self.show()
+
+
+ALONE = {1: 0, 7: 0}
+BUSY = {1: 0, 7: 0, 20: 0, 21: 20}
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [(ALONE, 7), (ALONE, 7), (BUSY, 21), (BUSY, 30), (ALONE, 30)],
+        [(ALONE, 7), (ALONE, 7), (ALONE, 30)],
+        [(BUSY, 21), (ALONE, 21), (BUSY, 22), (ALONE, 22)],
+    ],
+    ids=["seen", "too quick to be seen", "between container and program"],
+)
+def test_the_harness_comes_and_goes(tmp_path: Path, looks: list[tuple[dict[int, int], int]]) -> None:
+    proc = Proc(tmp_path, *looks)
+    assert keeper.wait_for_harness(str(tmp_path), 7, [], 1, proc.sleep, lambda *_: None)
+    assert proc.naps >= len(looks) - 1
+
+
+def test_a_harness_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    """When the pod is deleted, half of the grace period is the harness's; what it left is then still saved."""
+    proc, killed = Proc(tmp_path, (BUSY, 21)), []
+
+    def kill(pid: int, number: int) -> None:
+        killed.append((pid, number))
+        proc.looks = [(ALONE, 21)]
+
+    assert keeper.wait_for_harness(str(tmp_path), 7, [time.monotonic() - 1.5], 1, proc.sleep, kill)
+    assert killed == [(20, signal.SIGKILL), (21, signal.SIGKILL)]
+
+
+def test_a_pod_that_ends_before_its_harness_starts(tmp_path: Path) -> None:
+    proc = Proc(tmp_path, (ALONE, 7))
+    assert not keeper.wait_for_harness(str(tmp_path), 7, [time.monotonic()], 1, proc.sleep, lambda *_: None)
+
+
+def test_processes_that_are_not_shared(tmp_path: Path) -> None:
+    with pytest.raises(keeper.KeeperError, match="shareProcessNamespace: true"):
+        keeper.wait_for_harness(str(tmp_path), 1, [], 1)
+
+
+class Gateway(http.server.BaseHTTPRequestHandler):
+    answers: list[int]
+    kept: bytes
+    keys: list[str]
+
+    def do_PUT(self) -> None:
+        type(self).keys.append(f"{self.path} {self.headers['Authorization']} {self.headers['Content-Type']}")
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status = type(self).answers.pop(0)
+        if status == 200:
+            type(self).kept = body
+        self._reply(status, b"no" if status != 200 else b"{}")
+
+    def do_GET(self) -> None:
+        status = type(self).answers.pop(0)
+        self._reply(status, type(self).kept, short=status == 200 and len(type(self).answers) > 0)
+
+    def _reply(self, status: int, body: bytes, *, short: bool = False) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if short else body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gateway]]:
+    class Its(Gateway):
+        answers, kept, keys = [], b"", []
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Its) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("LEYDEN_URL", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setenv("LEYDEN_WORKSPACE_KEY", "CANARY-key")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        yield Its
+        server.shutdown()
+
+
+def test_upload_and_download(gateway: type[Gateway], workspace: Path, tmp_path: Path) -> None:
+    """A gateway that is away for a moment, and an answer that breaks off, are tried again."""
+    packed = str(tmp_path / "w.tar.gz")
+    keeper.pack(str(workspace), packed, MANY)
+    gateway.answers[:] = [503, 429, 200]
+    keeper.upload(packed, time.monotonic() + 60, lambda _: None)
+    assert gateway.kept == Path(packed).read_bytes()
+    assert set(gateway.keys) == {"/api/workspace Bearer CANARY-key application/gzip"}
+    gateway.answers[:] = [200, 200]
+    keeper.download(str(tmp_path / "back"), time.monotonic() + 60, lambda _: None)
+    assert (tmp_path / "back").read_bytes() == gateway.kept
+    assert gateway.answers == []
+
+
+@pytest.mark.parametrize(("answers", "left"), [([403, 200], [200]), ([409, 200], [200]), ([500] * 3, [500] * 2)])
+def test_a_refusal_is_final_and_patience_ends(
+    gateway: type[Gateway], tmp_path: Path, answers: list[int], left: list[int]
+) -> None:
+    (tmp_path / "w").write_bytes(b"x")
+    gateway.answers[:] = answers
+    status = answers[0]
+    with pytest.raises(keeper.KeeperError, match=f"PUT http://127.0.0.1:.*/api/workspace: {status} no"):
+        keeper.upload(str(tmp_path / "w"), time.monotonic(), lambda _: None)
+    assert gateway.answers == left
+
+
+def test_the_keeper_needs_nothing_but_old_python() -> None:
+    """It runs alone, in whatever image is named."""
+    source = Path(keeper.__file__).read_text()
+    tree_ = ast.parse(source, feature_version=(3, 8))
+    names = {n.split(".")[0] for node in ast.walk(tree_) if isinstance(node, ast.Import) for n in [node.names[0].name]}
+    names |= {str(node.module).split(".")[0] for node in ast.walk(tree_) if isinstance(node, ast.ImportFrom)}
+    allowed = {
+        "__future__",
+        "contextlib",
+        "http",
+        "os",
+        "pathlib",
+        "shutil",
+        "signal",
+        "stat",
+        "sys",
+        "tarfile",
+        "time",
+    }
+    assert names <= allowed | {"typing", "urllib"}

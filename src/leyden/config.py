@@ -203,7 +203,8 @@ class ControllerConfig(Section):
     """Who runs harnesses. `start: false` leaves it to a controller that already runs.
 
     Attempts belong to the controller of that `name`; after a restart it knows them again. `start_timeout_s` bounds the
-    wait for a place to run; that time does not count against the harness.
+    wait for a place to run; that time does not count against the harness. `concurrency` is the most at once; on this
+    machine fewer are started while its memory or processors are short.
     """
 
     start: bool = True

@@ -2,11 +2,11 @@
 
 Concurrency. Everything runs in one event loop. Three coroutines live as long as the controller: `_feed`
 follows the gateway's rollouts by long-poll, the backend's `supervise` reads the launcher's messages, `_loop`
-plans. Each of the first two changes the board and sets `_wake`; so does every action when it ends. `_loop`
-waits for `_wake` or for the next deadline, whichever comes first, asks `plan`, and starts one task per
-action. An attempt with a running task is marked busy before the task starts, so that at most one action per
-attempt is under way; kills and adoptions are done at once. Nothing waits for a poll interval: the resync
-every RESYNC_S is a safety net only.
+plans; where attempts run on this machine, `pressure` looks at its load. Each of the first two changes the board and
+sets `_wake`; so does every action when it ends. `_loop` waits for `_wake` or for the next deadline, whichever comes
+first, asks `plan`, and starts one task per action. An attempt with a running task is marked busy before the task
+starts, so that at most one action per attempt is under way; kills and adoptions are done at once. Nothing waits for a
+poll interval: the resync every RESYNC_S is a safety net only.
 
 A controller that is killed leaves the launcher and its jobs running; the next one, with the same id and run
 folder, connects to the launcher, reads the feed and adopts them. On a clean stop the attempts are killed and
@@ -19,6 +19,7 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from leyden.client.control import ControlClient
@@ -41,6 +42,7 @@ from leyden.controller.plan import (
     next_deadline,
     plan,
 )
+from leyden.controller.pressure import Pressure
 from leyden.errors import GatewayError
 from leyden.types import RolloutState
 
@@ -64,7 +66,8 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
         backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake))
         actor = Actor(controller_id, client, backend, board, config.workspace.keep)
         await backend.open()
-        await Controller(actor, limits(config, controller_id), wake).run(stop)
+        pressure = Pressure(config.controller.concurrency) if config.controller.backend == "local" else None
+        await Controller(actor, limits(config, controller_id), wake, pressure).run(stop)
 
 
 async def _backend(config: RunConfig, url: str, client: ControlClient, controller_id: str, events: Events) -> Backend:
@@ -106,11 +109,12 @@ def limits(config: RunConfig, controller_id: str) -> Limits:
 class Controller:
     """The loop of the module's docstring."""
 
-    def __init__(self, actor: Actor, limits_: Limits, wake: asyncio.Event) -> None:
+    def __init__(self, actor: Actor, limits_: Limits, wake: asyncio.Event, pressure: Pressure | None = None) -> None:
         self._actor = actor
         self._board = actor.board
         self._limits = limits_
         self._wake = wake
+        self._pressure = pressure
         self._actions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -120,6 +124,8 @@ class Controller:
         workers: list[asyncio.Task[Any]] = [
             asyncio.create_task(c) for c in (self._feed(), self._actor.backend.supervise(), self._loop())
         ]
+        if self._pressure:
+            workers.append(asyncio.create_task(self._pressure.watch(lambda: len(self._board.attempts), self._wake.set)))
         try:
             done, _ = await asyncio.wait([stopped, *workers], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -181,7 +187,10 @@ class Controller:
                 raise self._failure
             now = time.time()
             observed = self._board.observed(self._actor.backend.running)
-            for action in plan(observed, self._board.rollouts, self._limits, now):
+            limits_ = self._limits
+            if self._pressure:
+                limits_ = replace(limits_, concurrency=min(limits_.concurrency, self._pressure.allowed))
+            for action in plan(observed, self._board.rollouts, limits_, now):
                 self._dispatch(action)
             deadline = next_deadline(self._board.observed(()), self._board.rollouts, self._limits, now)
             wait_s = RESYNC_S if deadline is None else min(RESYNC_S, max(0.0, deadline - time.time()) + 0.001)

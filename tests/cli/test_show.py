@@ -66,11 +66,33 @@ def test_one_trajectory():
         "x 6",
         "turn 6 starts | version 3 | 1 context, 6 sampled | logprob mean -0.500 | stop | not trained"
         " | branch: compaction",
+        "~ as turn 5 for 1 tokens, then nothing instead of '2 7 9 4 \\n 4 6'",
         "| 1",
         "x 5 5 5 5 5 5",
         "1 samples: turns 1, 2: 3 of 6 tokens trained",
     ]
     assert [line.plain for line in trajectory_lines([], decode)] == ["no model call was recorded"]
+
+
+def test_a_rendered_reply_is_shown_beside_the_sampled_one():
+    """Case A05: which turn, and both texts, cut to a length."""
+
+    def spelled(text):
+        return [ord(letter) for letter in text]
+
+    def read(ids):
+        return "".join(map(chr, ids.tolist()))
+
+    turns = [
+        turn(1, spelled("user: go. "), spelled('{"a":1}' + "x" * 80)),
+        turn(2, spelled('user: go. {"a": 1}' + "x" * 80), spelled("done"), None, "rerendered_by_engine"),
+    ]
+    lines = [line.plain for line in trajectory_lines(turns, read)]
+    assert "~ as turn 1 for 15 tokens, then ' 1}xxxxxxxxx' instead of '1}xxxxxxxxxx'" in lines
+    assert lines[-1].startswith("2 samples: ")
+    long = trajectory_lines(turns, lambda ids: read(ids) * 20)
+    (parted,) = [line.plain for line in long if line.plain.startswith("~")]
+    assert len(parted) < 200
 
 
 def test_heading(tmp_path):

@@ -146,7 +146,7 @@ async def test_a_record_that_is_not_complete_is_left_out():
 
 
 async def test_a_rollout_over_the_limit_stays_in_the_baseline():
-    """A12: its row is not trained, its reward is part of the group."""
+    """Case A12: its row is not trained, its reward is part of the group."""
     control = ScriptedControl(lambda r: Ending(reward=float(r.member), responses=((5,) * (1 + 9 * r.member),)))
     collected = await run(control, requests(groups=1), max_tokens=4)
     assert collected.samples.left_out == 1

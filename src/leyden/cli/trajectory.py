@@ -10,25 +10,32 @@ import numpy as np
 from rich.text import Text
 
 from leyden.trajectory.kinds import Kind, conversations
+from leyden.trajectory.parting import parting
 from leyden.trajectory.samples import build_samples, trainable_logprobs
 from leyden.trajectory.tree import build_tree
 from leyden.types import Ids, Sample, Turn
 
 Decode = Callable[[Ids], str]
 TRAINED, SAMPLED, CONTEXT = "bold green", "yellow", "dim"
+SHOWN_TOKENS, SHOWN_CHARS = 12, 60
 
 
 def trajectory_lines(turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None) -> list[Text]:
-    """A header per turn, the ids it adds as context (`| `), the ids it sampled (`> ` trained, `x ` not trained)."""
+    """A header per turn, the ids it adds as context (`| `), the ids it sampled (`> ` trained, `x ` not trained). `~ `
+    says where a branch that begins afresh parts from the turn that it did not continue.
+    """
     if not turns:
         return [Text("no model call was recorded")]
     built = build_samples(turns, max_tokens)
     trained_by = sample_of_turn(built.samples)
     notes = turn_notes(turns)
+    parted = partings(turns, decode)
     lines = []
     for turn in build_tree(turns).turns.values():
         number = trained_by.get(turn.turn_id)
         lines.append(Text(turn_header(turn, number, notes.get(turn.turn_id, ())), "bold cyan"))
+        if turn.turn_id in parted:
+            lines.append(Text("~ " + parted[turn.turn_id], SAMPLED))
         lines += _marked("| ", decode(turn.delta_P), CONTEXT)
         if len(turn.sampled_T):
             mark, style = ("> ", TRAINED) if number is not None else ("x ", SAMPLED)
@@ -55,6 +62,22 @@ def turn_notes(turns: Sequence[Turn]) -> dict[int, list[str]]:
         for fork in one.forks:
             notes[fork.turn_id].append(f"branch: {fork.cause}")
     return notes
+
+
+def partings(turns: Sequence[Turn], decode: Decode) -> dict[int, str]:
+    """For each branch that begins afresh, the words at which it parts from an earlier turn."""
+    tree = build_tree(turns)
+    said = {}
+    for one in conversations(turns):
+        for root in one.roots[1:]:
+            if (parted := parting(tree, one, root)) is not None:
+                theirs, ours = (_cut(decode(ids[:SHOWN_TOKENS])) for ids in (parted.theirs, parted.ours))
+                said[root] = f"as turn {parted.turn_id} for {parted.shared} tokens, then {ours} instead of {theirs}"
+    return said
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…") if text else "nothing"
 
 
 def turn_header(turn: Turn, sample: int | None, notes: Sequence[str] = ()) -> str:

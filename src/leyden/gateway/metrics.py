@@ -27,6 +27,11 @@ class Metrics:
         self.double_bos = Counter(
             "leyden_double_bos", "Prompts of /v1/completions that begin with two BOS tokens", registry=self.registry
         )
+        self.no_stop_token = Counter(
+            "leyden_turns_without_stop_token",
+            "Turns that stopped by themselves and whose ids do not end with a stop token",
+            registry=self.registry,
+        )
         self.truncated = Counter("leyden_truncated_turns", "Turns that ended at a token limit", registry=self.registry)
         self.engine_errors = Counter("leyden_engine_errors", "Broken engine calls", registry=self.registry)
         self.held_seconds = Counter("leyden_held_seconds", "Time calls were held", registry=self.registry)

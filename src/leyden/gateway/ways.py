@@ -83,6 +83,8 @@ class GatewayRendered:
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         generate = self._request(sampling, cast("list[int]", prompt.ids))
         generations = await _all([self._generate(attempt, generate) for _ in range(request.n)])
+        for generation in generations:
+            self._count_stop_token(generation)
         return [Sampled(prompt, generation) for generation in generations]
 
     def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
@@ -99,6 +101,12 @@ class GatewayRendered:
 
     async def count(self, attempt: Attempt, request: ChatRequest) -> int:
         return len(self._prompter.prompt(attempt.conversations, request).ids)
+
+    def _count_stop_token(self, generation: Generation) -> None:
+        """An engine that leaves it out keeps the policy from learning to stop: the closing token is context then."""
+        stopped = generation.finish_reason is FinishReason.STOP and generation.stop_string is None
+        if stopped and not {*generation.token_ids_T[-1:]} & {*self._renderer.stop_token_ids}:
+            self._metrics.no_stop_token.inc()
 
     def _request(self, sampling: Sampling, prompt_ids: list[int]) -> GenerateRequest:
         """Tokens fit the context. Raises BudgetExceeded if not one does."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -94,7 +95,10 @@ def clean_environment(scratch: Path) -> None:
 
 
 async def run_all(jobs: Sequence[Job], setup: Setup) -> list[Outcome]:
-    """As many at once as there are CPUs, to a point. A line for each that ends."""
+    """As many at once as there are CPUs, to a point. A line for each that ends. SIGTERM ends all harnesses first."""
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     slots = asyncio.Semaphore(min(os.cpu_count() or 1, AT_ONCE))
 
     async def one(case: Case, mode: Mode) -> Outcome:

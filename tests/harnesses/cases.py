@@ -41,7 +41,7 @@ SMOLAGENTS = {"reply_rewritten": 2}
 
 LAUNCHERS = (
     Case("mini", "mini", CHAT),
-    Case("mini_text", "mini", CHAT, forks={"reasoning_dropped_by_template": 2}, says=script.mini_text),
+    Case("mini_text", "mini", CHAT, forks={"reasoning_dropped_by_template": 1}, says=script.mini_text),
     Case("openhands", "openhands", CHAT, forks=REASONING_DROPPED),
     Case(
         "smolagents_code",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -37,6 +38,7 @@ from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Entry, ModelEndpoint, ModelList
 from leyden.gateway.models import Models
+from leyden.gateway.ports import owner
 from leyden.gateway.prompt import Prompter
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.sampling import of_training
@@ -49,6 +51,7 @@ from leyden.store import Store
 log = logging.getLogger(__name__)
 LOCK_WAIT_S = 20.0
 IDLE_CONNECTION_S = 3600
+BACKLOG = 2048
 
 
 def build(
@@ -227,12 +230,18 @@ def listen(config: RunConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen(BACKLOG)  # until then another process may bind the same port
             return listener
         except OSError as error:
             listener.close()
             if port == config.gateway.port:
-                raise ConfigError("gateway.port", f"cannot listen on {host}:{port}: {error.strerror}") from error
+                raise ConfigError("gateway.port", _taken(host, port, error)) from error
     raise AssertionError("port 0 always binds or raises")
+
+
+def _taken(host: str, port: int, error: OSError) -> str:
+    holder = f" by {owner(port)}; give another, or 0 for any" if error.errno == errno.EADDRINUSE else ""
+    return f"cannot listen on {host}:{port}: {error.strerror}{holder}"
 
 
 def _last_port(run_dir: Path) -> int:

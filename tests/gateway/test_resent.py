@@ -16,10 +16,11 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.gateway.render import ModelRenderer
+from leyden.trajectory.kinds import Kind, branch_counts, conversations, samples_without_side_calls
 from tests.gateway.conftest import Gateway, make_config, serving
 from tests.gateway.test_chat import call, sdk
 from tests.harnesses.spelling import Speller
-from tests.qwen_speech import said
+from tests.qwen_speech import Calls, said
 from tests.qwen_tokenizers import qwen_tokenizer_folder
 
 FAMILIES = ("qwen3", "qwen3.5")
@@ -238,6 +239,42 @@ async def test_three_interleaved_conversations_find_their_own_turns(gateway: Gat
         assert turn.parent_id == newest.get(who)
         newest[who] = turn.turn_id
     assert [t.fork_cause for t in turns if t.parent_id is None] == [None, "new_conversation", "new_conversation"]
+
+
+async def test_what_each_conversation_was_shows_afterwards(gateway: Gateway) -> None:
+    """A title call comes first, a sub-agent begins with the words of a call, the history becomes a summary."""
+    rollout_id, key = await gateway.start_rollout()
+    client, family = sdk(gateway, key), family_of(gateway)
+    find = "Find every place where hi.txt is opened and tell me which of them closes it."
+    summary = "So far hi.txt was written and each place that opens it was found, two in all."
+
+    async def ask(messages: list[Any], text: str, calls: Calls = (), tools: list[Any] | None = None) -> list[Any]:
+        gateway.engine.replies = [said(family, text, calls=calls)]
+        options = {"tools": tools} if tools else {}
+        reply = (await call(client, messages, **options)).choices[0].message.model_dump(exclude_none=True)
+        return [*messages, reply, *result(reply)] if calls else [*messages, reply]
+
+    await ask([{"role": "system", "content": "Write a title."}, TASK[1]], "Saying hi")
+    delegate = TOOL | {"function": {"name": "task", "parameters": {"properties": {"prompt": {"type": "string"}}}}}
+    main = await ask(TASK, "", [("task", {"prompt": find})], [TOOL, delegate])
+    helper = [{"role": "system", "content": "You look things up."}, {"role": "user", "content": find}]
+    helper = await ask(helper, "", [("bash", {"command": "grep hi.txt"})], [TOOL])
+    await ask(helper, "Two places.", tools=[TOOL])
+    main = await ask([*main, {"role": "user", "content": "Sum up."}], summary, tools=[TOOL, delegate])
+    main = [*TASK, {"role": "user", "content": f"Before:\n{summary}\nGo on."}]
+    main = await ask(main, "", [("bash", {"command": "ls"})], [TOOL, delegate])
+    await ask(main, "Done.", tools=[TOOL, delegate])
+
+    turns = await gateway.turns(rollout_id)
+    roots = [(t.turn_id, t.fork_cause) for t in turns if t.parent_id is None]
+    assert roots == [(1, None), (2, "new_conversation"), (3, "sub_agent"), (6, "compaction")]
+    assert [(c.kind, c.turns) for c in conversations(turns)] == [
+        (Kind.SIDE_CALL, (1,)),
+        (Kind.MAIN, (2, 5, 6, 7)),
+        (Kind.SUB_AGENT, (3, 4)),
+    ]
+    assert branch_counts(turns) == {"compaction": 1, "side_call": 1, "sub_agent": 1}
+    assert len(samples_without_side_calls(turns)) == 3
 
 
 @pytest.mark.parametrize("history", ["template", "keep"])

@@ -129,6 +129,21 @@ def evaluate(
 
 
 @app.command()
+def doctor(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    patience: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="How long harness and grader may take together.")
+    ] = 120,
+) -> None:
+    """Try everything that a run needs, without a GPU: a line per check, exit status 1 if there is a problem."""
+    from leyden.cli.doctoring import run_doctor
+
+    run_doctor(run_file, overrides, _secret(), as_json=as_json, patience_s=patience)
+
+
+@app.command()
 def show(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)],
     rollout: Annotated[

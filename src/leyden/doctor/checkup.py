@@ -1,0 +1,183 @@
+"""The checks of one run file, in order. Each has a time limit, and none ends the others.
+
+folder, data, templates > renderer, template > engine > gateway, keys > harness, grader
+> the gateway of gateway.url and its keys > the cluster of controller.backend: kubernetes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from leyden.config import RunConfig
+from leyden.controller import workspace
+from leyden.doctor import access, engines, model, run_file
+from leyden.doctor.chat_template import read_chat_template
+from leyden.doctor.findings import Finding, Level, ok, problem, skipped
+from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, rehearsal
+from leyden.errors import LeydenError
+from leyden.gateway.app import check_address, listen
+from leyden.gateway.render import ModelRenderer
+from leyden.types import Json
+
+log = logging.getLogger(__name__)
+CHECK_S = 60.0
+MARGIN_S = 60.0
+"""What a rehearsal may take beside harness and grader: loading preloaded modules, stopping."""
+
+
+@dataclass
+class Checkup:
+    """`secret` is the run's, if there is one; `parent` the environment that harnesses inherit.
+
+    `report` gets each finding as it is made, `live` the name of the check that runs. Harness and grader have
+    `patience_s` together. `kept` is the folder of logs to be read, if there is one.
+    """
+
+    config: RunConfig
+    secret: bytes | None
+    parent: Mapping[str, str]
+    patience_s: float
+    report: Callable[[Finding], None]
+    live: Callable[[str], None]
+    findings: list[Finding] = field(default_factory=list)
+    kept: Path | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not any(f.level is Level.PROBLEM for f in self.findings)
+
+    async def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            folder = None
+            async with self._checking("folder"):
+                folder = stack.enter_context(private_folder(self.config.run_dir, self._keeps))
+                self._add(ok("folder", f"{self.config.run_dir} can be written"))
+            if folder is not None:
+                await self._in(folder)
+        if self.config.gateway.url:
+            await self._gateway_in_use(self.config.gateway.url)
+
+    async def _in(self, folder: Path) -> None:
+        task = await self._tasks(folder)
+        renderer = await self._model()
+        async with self._checking("engine"):
+            self._add(*await engines.check_engines(self.config))
+        await self._rehearse(folder, task, renderer)
+
+    def _keeps(self) -> bool:
+        return self.kept is not None
+
+    async def _tasks(self, folder: Path) -> Json | None:
+        """The first task, if the templates take it."""
+        task = None
+        async with self._checking("data"):
+            findings, task = run_file.check_data(self.config)
+            self._add(*findings)
+        if task is None:
+            return None
+        async with self._checking("templates"):
+            finding = await asyncio.to_thread(run_file.check_templates, self.config, task, folder, self.parent)
+            self._add(finding)
+            return task if finding.level is Level.OK else None
+        return None  # it took too long
+
+    async def _model(self) -> ModelRenderer | None:
+        """The renderer, where the run has one."""
+        if self.config.engine.render == "engine":
+            self._add(ok("renderer", "engine.render: engine; the engines turn messages into ids"))
+            return None
+        renderer = None
+        async with self._checking("renderer"):
+            renderer = await asyncio.to_thread(model.load_renderer, self.config)
+            self._add(model.check_renderer(renderer, self.config.model.renderer))
+        if renderer is None:
+            return None
+        async with self._checking("template"):
+            template = await asyncio.to_thread(read_chat_template, self.config.model.path)
+            if template is not None:
+                self._add(model.check_template(self.config, renderer, template))
+        return renderer
+
+    async def _rehearse(self, folder: Path, task: Json | None, renderer: ModelRenderer | None) -> None:
+        """A gateway of our own, and in front of it the harness and the grader."""
+        if not self.config.gateway.url:
+            async with self._checking("address"):
+                self._add(check_listening(self.config, self.secret))
+        if renderer is None and self.config.engine.render == "gateway":
+            self._add(*(skipped(check, "it needs the renderer") for check in ("gateway", "harness", "grader")))
+            return
+        async with self._checking("gateway", None), rehearsal(self.config, renderer, folder, self.patience_s) as own:
+            self._add(ok("gateway", f"one starts and answers at {own.url}"))
+            self._add(access.judge_keys(await access.ask(own.url, access.REFUSALS, own.secret)))
+            await self._run_one(own, task, folder)
+
+    async def _run_one(self, own: Rehearsal, task: Json | None, folder: Path) -> None:
+        if task is None:
+            self._add(*(skipped(check, "it needs a task") for check in ("harness", "grader")))
+            return
+        async with self._checking("harness", self.patience_s + MARGIN_S):
+            seen = await own.run(task, self.patience_s)
+            found = judge_harness(seen), judge_grader(seen, by_harness=self.config.grader.harness)
+            self._add(*found)
+            if any(f.level is Level.PROBLEM for f in found):
+                self.kept = folder
+
+    async def _gateway_in_use(self, url: str) -> None:
+        if self.secret is None:
+            advice = f"set LEYDEN_SECRET to the secret that the gateway at {url} was started with"
+            self._add(problem("gateway", f"no secret of this run: {self.config.run_dir} has none", advice))
+            return
+        async with self._checking("gateway"):
+            answers = await access.ask(url, [access.HEALTH, access.READS], self.secret)
+            finding = access.judge_gateway(url, answers)
+            self._add(finding)
+            if finding.level is Level.OK:
+                self._add(access.judge_keys(await access.ask(url, access.REFUSALS, self.secret)))
+
+    def _add(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.findings.append(finding)
+            self.report(finding)
+
+    @contextlib.asynccontextmanager
+    async def _checking(self, check: str, limit_s: float | None = CHECK_S) -> AsyncIterator[None]:
+        """Whatever goes wrong in here is a problem of `check`, and goes no further."""
+        self.live(check)
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            self._add(problem(check, f"no result within {limit_s:g} s"))
+        except LeydenError as error:
+            self._add(problem(check, str(error)))
+        except Exception as error:
+            log.debug("check %s", check, exc_info=True)
+            self._add(problem(check, f"{type(error).__name__}: {error}", "`leyden -v doctor` says more"))
+
+
+@contextlib.contextmanager
+def private_folder(run_dir: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
+    """A folder in the run's own, which is made if need be. Both go again, unless `keeps` or there is more in it."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="doctor-", dir=run_dir))
+    try:
+        yield folder
+    finally:
+        if not keeps():
+            workspace.remove(folder)
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+
+
+def check_listening(config: RunConfig, secret: bytes | None) -> Finding:
+    """Whether `leyden gateway` could listen where the run file says."""
+    check_address(config, secret)
+    with listen(config) as listener:
+        host, port = listener.getsockname()[:2]
+    return ok("address", f"the gateway can listen on {host}, port {port if config.gateway.port else 'any free one'}")

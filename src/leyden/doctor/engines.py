@@ -1,0 +1,48 @@
+"""The inference engines of the run file, asked as the gateway will ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+
+from leyden.config import RunConfig
+from leyden.doctor.findings import Finding, ok, problem, warning
+from leyden.errors import CaptureError, EngineError
+from leyden.gateway.app import engine_of
+from leyden.gateway.engines import EngineHttp
+
+TRAINER_NEEDS = ("torch", "transformers", "safetensors")
+
+
+async def check_engines(config: RunConfig) -> list[Finding]:
+    """One finding for each engine; without any, the trainer's own is looked at."""
+    if not config.engine.urls:
+        return [check_trainer(config, lambda name: find_spec(name) is not None)]
+    http = EngineHttp()
+    try:
+        health = engine_of(config, http).health
+        return [await check_engine(url, config.engine.kind, health) for url in config.engine.urls]
+    finally:
+        await http.close()
+
+
+async def check_engine(url: str, kind: str, health: Callable[[str], Awaitable[None]]) -> Finding:
+    """`health` raises EngineError or CaptureError for an engine that does not work or cannot serve this run."""
+    try:
+        await health(url)
+    except (EngineError, CaptureError) as error:
+        said = str(error)
+        what = said if url in said else f"{url}: {said}"
+        return problem("engine", what, f"engine.urls must name running engines of kind {kind}")
+    served = "answers, and gives ids and log-probs as this run needs them" if kind == "vllm" else "answers"
+    return ok("engine", f"{url} {served}")
+
+
+def check_trainer(config: RunConfig, installed: Callable[[str], bool]) -> Finding:
+    """Without engines in the run file, `leyden train` samples by itself."""
+    missing = [name for name in TRAINER_NEEDS if not installed(name)]
+    if missing:
+        what = f"none in the run file, and {', '.join(missing)} is not installed here"
+        advice = "where `leyden train` runs: pip install 'leyden[embedded]'"
+        return warning("engine", what, advice)
+    return ok("engine", f"none in the run file: `leyden train` samples by itself on {config.embedded.device}")

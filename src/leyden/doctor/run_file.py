@@ -1,0 +1,63 @@
+"""The tasks, and what the run file makes of the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from leyden.config import RunConfig
+from leyden.controller import launch, workspace
+from leyden.controller.launch import AttemptPaths
+from leyden.doctor.findings import Finding, ok, problem
+from leyden.errors import ConfigError, LaunchError
+from leyden.trainer.tasks import TaskSet, read_tasks
+from leyden.types import Json
+
+ROLLOUT = "doctor"
+URL = "http://127.0.0.1:1"
+
+
+def check_data(config: RunConfig) -> tuple[list[Finding], Json | None]:
+    """The first training task comes with it, where there is one."""
+    named = [("data.train", config.data.train), ("data.validation", config.data.validation)]
+    findings: list[Finding] = []
+    found: dict[str, TaskSet] = {}
+    for key, path in named:
+        if path is None:
+            continue
+        try:
+            found[key] = read_tasks(path, key)
+        except ConfigError as error:
+            findings.append(problem("data", str(error), f"give {key} a file with one JSON object a line"))
+    if findings:
+        return findings, found["data.train"].tasks[0] if "data.train" in found else None
+    counts = [f"{len(tasks)} tasks in {tasks.path.name}" for tasks in found.values()]
+    return [ok("data", ", ".join(counts))], found["data.train"].tasks[0]
+
+
+def check_templates(config: RunConfig, task: Json, folder: Path, parent: Mapping[str, str]) -> Finding:
+    """Command, environment and workspace of the first task. `folder` gets an attempt; `parent` is the environment."""
+    settings = config.model_copy(update={"run_dir": folder})
+    paths = AttemptPaths(folder / "attempts" / ROLLOUT / "1")
+    try:
+        launch.harness(settings, URL, "key", ROLLOUT, 1, task, parent)
+        if not config.grader.harness:
+            launch.grader(settings, URL, "key", ROLLOUT, 1, task, 1, parent, "python")
+        workspace.prepare(settings, ROLLOUT, task, paths)
+    except LaunchError as error:
+        advice = f"the first task has the fields {', '.join(sorted(task)) or 'none'}"
+        return problem("templates", f"the first task cannot be launched: {error}", advice)
+    finally:
+        workspace.remove(paths.root)
+    return ok("templates", _rendered(config))
+
+
+def _rendered(config: RunConfig) -> str:
+    parts = ["command"]
+    if config.harness.env:
+        parts.append(f"{len(config.harness.env)} variables")
+    if config.grader.command:
+        parts.append("grader command")
+    if config.workspace.template or config.workspace.files:
+        parts.append("workspace")
+    return f"{', '.join(parts)} of the first task"

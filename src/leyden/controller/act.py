@@ -15,6 +15,7 @@ from leyden.client.control import ControlClient
 from leyden.client.records import Rollout
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
+from leyden.controller.jobs import OVER_LIMIT
 from leyden.controller.launch import BASE_URL_VARIABLES
 from leyden.controller.plan import (
     Action,
@@ -106,7 +107,8 @@ class Actor:
 
     async def _report(self, attempt: Attempt) -> None:
         assert attempt.exit is not None
-        code = attempt.exit.exit_code
+        over_limit = attempt.exit.killed == OVER_LIMIT  # also if it ended by itself just before, with exit 0
+        code = attempt.exit.exit_code if not over_limit else attempt.exit.exit_code or None
         receipt = await self.client.exit(
             attempt.rollout_id,
             attempt.attempt,
@@ -185,7 +187,8 @@ class Actor:
             log.info("%s", facts)
             return
         level = logging.INFO if rollout.failure is FailureClass.AGENT else logging.WARNING
-        log.log(level, "%s: %s; %s", facts, rollout.reason, self.backend.where(attempt))
+        reason, where = rollout.reason or "", self.backend.where(attempt)
+        log.log(level, "%s: %s", facts, reason if where in reason else f"{reason}; {where}")
 
 
 def keeps(policy: str, rollout: Rollout | None, attempt: Attempt) -> bool:

@@ -158,14 +158,17 @@ class Rollouts:
         return self._announce(rollout_id)
 
     def finish(self, rollout_id: str, attempt: int, reason: str | None) -> Json:
-        """grading -> succeeded, or failed as an agent failure; the accepted reward stands in both."""
+        """grading -> succeeded, or failed as an agent failure; the accepted reward stands in both.
+
+        Without a `reason`, a failure's is what the controller said of the harness's exit.
+        """
         current = self.get(rollout_id)
         if current["attempt"] == attempt and current["state"] in TERMINAL:
             raise Conflict(f"rollout {rollout_id} is already {current['state']}")
         clean = current["exit_code"] == 0 and not current["timed_out"]
         state = RolloutState.SUCCEEDED if clean else RolloutState.FAILED
         failure = None if clean else FailureClass.AGENT
-        why = reason or (None if clean else _exit_text(current))
+        why = reason or (None if clean else self._exit_reason(rollout_id, attempt) or _exit_text(current))
         with transaction(self._db):
             self._move(
                 rollout_id,
@@ -175,6 +178,13 @@ class Rollouts:
                 values=(state, failure, why, time.time()),
             )
         return self._announce(rollout_id)
+
+    def _exit_reason(self, rollout_id: str, attempt: int) -> str | None:
+        found = self._db.execute(
+            "SELECT exit_reason FROM attempts WHERE rollout_id = ? AND attempt = ?", (rollout_id, attempt)
+        ).fetchone()
+        reason: str | None = found[0] if found else None
+        return reason
 
     def infrastructure(
         self, rollout_id: str, attempt: int, reason: str, max_attempts: int, backoff_s: float = 0.0

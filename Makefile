@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast harnesses harnesses-smoke kube check base bench-learning bench-gateway bench-launch bench-samples clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube check base bench-learning bench-gateway bench-launch bench-samples clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -13,6 +13,9 @@ help:
 	@echo "make test             all tests"
 	@echo "make harnesses        fourteen real agent harnesses through the gateway (installs them in ~/.cache/leyden/harnesses)"
 	@echo "make harnesses-smoke  five of them"
+	@echo "make vllm             tests on a real vLLM on CPU (installs it in ~/.cache/leyden/vllm, once)"
+	@echo "make vllm-smoke       the shortest of them"
+	@echo "make chaos            1,000 rollouts of mixed kinds while the controller is killed again and again"
 	@echo "make kube             tests on a real Kubernetes cluster: a local one (root, Debian 12), or that of KUBECONFIG"
 	@echo "make check            lint, types, layers"
 	@echo "make base             make the demo's base model again ($(DEMO)/base)"
@@ -42,6 +45,15 @@ harnesses: $(STAMP)
 
 harnesses-smoke: $(STAMP)
 	$(BIN)/python -m tests.harnesses --smoke
+
+vllm: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m vllm -rs tests/vllm
+
+vllm-smoke: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "vllm and not slow" -rs tests/vllm
+
+chaos: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" scripts/test -s -m chaos tests/controller
 
 kube: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m kube tests/kube

@@ -23,7 +23,7 @@ from rich.console import Console
 from leyden.gateway.render import ModelRenderer
 from tests.harnesses import engine, report
 from tests.harnesses.cases import LAUNCHERS, SMOKE, VARIANTS, Case
-from tests.harnesses.install import install, installed
+from tests.harnesses.install import PACKAGES, install, installed
 from tests.harnesses.loopback import leave_network
 from tests.harnesses.run import Mode, Outcome, Setup, make_repository, run
 from tests.qwen_tokenizers import qwen_tokenizer_folder
@@ -84,8 +84,7 @@ def chosen(options: argparse.Namespace) -> list[Job]:
 
 def clean_environment(scratch: Path) -> None:
     """Harnesses inherit no setting of whoever runs this; their commands are found, and temporary files go away."""
-    homes = installed().iterdir()
-    commands = [str(home / "node_modules" / ".bin") for home in homes]
+    commands = [str(installed() / name / "node_modules" / ".bin") for name in PACKAGES]
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     os.environ.clear()
     os.environ.update(kept)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 Json = dict[str, Any]
 Answer = Json | Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
-PROBE_IDS, PROBE_CHAT = [0], [{"role": "user", "content": "hi"}]
+PROBE_IDS, PROBE_CHAT = [1, 2, 3, 4, 5, 6, 7, 8], [{"role": "user", "content": "hi"}]
 
 
 def generated(ids: list[int], **changes: Any) -> Json:

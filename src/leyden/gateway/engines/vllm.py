@@ -17,7 +17,8 @@ from leyden.types import Generation
 HEALTH_S = 10.0
 NO_ROUTE = frozenset({404, 405})
 MOST_CERTAIN = -1e-4
-_PROBE = GenerateRequest(prompt_ids=[0], max_tokens=1, top_k=1)
+# More than one token: the embedding of a padding token is zero, and then all next tokens are equally likely.
+_PROBE = GenerateRequest(prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, top_k=1)
 _CHAT_PROBE = ChatCall([{"role": "user", "content": "hi"}], [], Sampling(top_k=1, max_tokens=1))
 
 

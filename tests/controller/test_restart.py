@@ -439,3 +439,25 @@ async def test_kill_reaches_the_whole_tree_and_says_why(tmp_path: Path, gone: Le
         await wait_until(lambda: "a" in runner.ends)
         assert [line for line in gone() if "sleep 300" in line] == []
     assert runner.ends["a"].killed == "timeout" and runner.ends["a"].ended - asked < 5
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("none", [False, False]), ("failed", [False, True]), ("all", [True, True])])
+async def test_what_a_killed_controller_left_is_cleaned_up_by_the_policy(
+    config: Config, gone: Left, keep: str, kept: list[bool]
+) -> None:
+    """Ended, but the controller was killed before it removed the workspaces; a live attempt's stays."""
+    made = config("while ! test -e ../go; do sleep 0.02; done", workspace={"keep": keep})
+    async with FakeGateway() as gateway:
+        for name, state in (("good", "succeeded"), ("bad", "failed")):
+            gateway.add(name)
+            gateway.set(name, state=state, attempt=1, controller="c")
+            (made.run_dir / "attempts" / name / "1" / "workspace").mkdir(parents=True)
+        gateway.add("live")
+        folder = made.run_dir / "attempts"
+        async with controlling(made, gateway):
+            await appears(folder / "bad" / "1" / "settled")
+            await appears(folder / "live" / "1" / "workspace")
+            assert [(folder / name / "1" / "workspace").exists() for name in ("good", "bad")] == kept
+            (folder / "live" / "1" / "go").touch()
+            await gateway.ended("live")
+            await appears(folder / "live" / "1" / "settled")

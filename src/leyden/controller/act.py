@@ -10,14 +10,17 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from leyden.client.control import ControlClient
 from leyden.client.records import Rollout
+from leyden.controller import workspace
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
 from leyden.controller.jobs import OVER_LIMIT
-from leyden.controller.launch import BASE_URL_VARIABLES
+from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.plan import (
+    LIVE,
     Action,
     Adopt,
     Attempt,
@@ -41,12 +44,13 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """What the actions work with. `keep` is `workspace.keep` of the run file."""
+    """What the actions work with. `keep` is `workspace.keep` of the run file, `run_dir` holds the attempts' folders."""
 
     controller_id: str
     client: ControlClient
     backend: Backend
     board: Board
+    run_dir: Path
     keep: str
 
     async def perform(self, action: Action) -> None:
@@ -157,8 +161,32 @@ class Actor:
     async def forget(self, attempt: Attempt) -> None:
         """Drop an attempt that is over, and what it wrote if the run file says so."""
         rollout = self.board.rollouts.get(attempt.rollout_id)
-        await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
+        await self._clean_up(attempt, rollout)
         self.board.forget(attempt.rollout_id)
+
+    async def settle_earlier(self) -> bool:
+        """Clean up after attempts that ended while an earlier controller was killed. False if one must wait."""
+        settled = True
+        for rollout_id, number in await asyncio.to_thread(workspace.unsettled, self.run_dir):
+            known = self.board.attempts.get(rollout_id)
+            if known is not None and known.attempt in (0, number):
+                continue
+            try:
+                rollout = await self.client.rollout(rollout_id)
+            except GatewayError as error:
+                settled = settled and error.status == 404
+                continue
+            attempt = Attempt(rollout_id, number, Phase.LOST)
+            running = any(job.startswith(f"{attempt.job_id}.") or job == attempt.job_id for job in self.backend.running)
+            if running:
+                settled = False
+            elif rollout.attempt != number or rollout.state not in LIVE:
+                await self._clean_up(attempt, rollout)
+        return settled
+
+    async def _clean_up(self, attempt: Attempt, rollout: Rollout | None) -> None:
+        await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
+        workspace.settle(attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt))
 
     async def _reread(self, rollout_id: str, error: GatewayError) -> None:
         """After a refusal the gateway's record counts; without a reply, wait before the plan tries again."""

@@ -64,7 +64,7 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
     wake = asyncio.Event()
     async with ControlClient(url, key) as client:
         backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake))
-        actor = Actor(controller_id, client, backend, board, config.workspace.keep)
+        actor = Actor(controller_id, client, backend, board, config.run_dir, config.workspace.keep)
         await backend.open()
         pressure = Pressure(config.controller.concurrency) if config.controller.backend == "local" else None
         await Controller(actor, limits(config, controller_id), wake, pressure).run(stop)
@@ -115,6 +115,7 @@ class Controller:
         self._limits = limits_
         self._wake = wake
         self._pressure = pressure
+        self._settled = False
         self._actions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -177,6 +178,8 @@ class Controller:
         leases = await self._actor.client.controllers()
         self._board.gone = frozenset(name for name, alive in leases.items() if not alive)
         self._wake.set()
+        if not self._settled:
+            self._settled = await self._actor.settle_earlier()
         return cursor
 
     async def _loop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from leyden.controller.launch import AttemptPaths, variables
 from leyden.controller.templates import render
 from leyden.errors import LaunchError
 from leyden.types import Json
+
+SETTLED = "settled"
 
 
 def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
@@ -35,6 +38,22 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
             write_files(paths.workspace, task_files(task, config.workspace.files))
     except OSError as error:
         raise LaunchError(f"the workspace {paths.workspace} cannot be made: {error}") from error
+
+
+def settle(paths: AttemptPaths) -> None:
+    """Note that the attempt is over and cleaned up after."""
+    with contextlib.suppress(FileNotFoundError):
+        (paths.root / SETTLED).touch(mode=0o600)
+
+
+def unsettled(run_dir: Path) -> list[tuple[str, int]]:
+    """(rollout id, attempt) of the folders that nobody cleaned up after, or not yet."""
+    folders = (run_dir / "attempts").glob("*/*")
+    return [
+        (folder.parent.name, int(folder.name))
+        for folder in folders
+        if folder.name.isdecimal() and not (folder / SETTLED).exists()
+    ]
 
 
 def empty(folder: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_damaged_archive_is_said(
     assert keeper.main(["unpack"]) == 1
     assert capsys.readouterr().out.startswith("unpack: ")
     assert keeper.main(["other"]) == 1
-    assert capsys.readouterr().out == "other: usage: keeper.py unpack | fetch | keep\n"
+    assert capsys.readouterr().out == "other: usage: keeper.py unpack | fetch | keep | ready\n"
 
 
 class Proc:
@@ -172,44 +172,69 @@ class Proc:
 
 
 ALONE = {1: 0, 7: 0}
+HOOK = {1: 0, 7: 0, 14: 0}
 BUSY = {1: 0, 7: 0, 20: 0, 21: 20}
+
+
+def watch(proc: Proc, *, asked: float | None = None, patience_s: float = 1) -> keeper.Watch:
+    asked_to_end = [] if asked is None else [time.monotonic() + asked]
+    return keeper.Watch(str(proc.root), str(proc.root), 7, asked_to_end, patience_s)
+
+
+def note(proc: Proc) -> None:
+    """What the hook writes, with process 14, after which 16 was given away to one of its threads."""
+    (proc.root / "before").write_text("14 16")
 
 
 @pytest.mark.parametrize(
     "looks",
     [
-        [(ALONE, 7), (ALONE, 7), (BUSY, 21), (BUSY, 30), (ALONE, 30)],
-        [(ALONE, 7), (ALONE, 7), (ALONE, 30)],
+        [(HOOK, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (BUSY, 21), (BUSY, 30), (ALONE, 30)],
+        [(HOOK, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 20)],
+        [(ALONE, 20)],
+        [(BUSY, 0), (BUSY, 0), (ALONE, 0)],
         [(BUSY, 21), (ALONE, 21), (BUSY, 22), (ALONE, 22)],
     ],
-    ids=["seen", "too quick to be seen", "between container and program"],
+    ids=["seen", "too quick to be seen", "gone before the first look", "no ids in this kernel", "one after the other"],
 )
 def test_the_harness_comes_and_goes(tmp_path: Path, looks: list[tuple[dict[int, int], int]]) -> None:
+    """Neither the hook nor the time before the harness is taken for it."""
     proc = Proc(tmp_path, *looks)
-    assert keeper.wait_for_harness(str(tmp_path), 7, [], 1, proc.sleep, lambda *_: None)
-    assert proc.naps >= len(looks) - 1
+    note(proc)
+    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
+    assert proc.naps == len(looks) - 1 + (keeper.QUIET_LOOKS - 1)
+
+
+def test_the_hook_waits_for_the_keeper(tmp_path: Path) -> None:
+    proc = Proc(tmp_path, (HOOK, 16))
+    looks = []
+
+    def sleep(_: float) -> None:
+        looks.append((tmp_path / "before").exists())
+        if len(looks) == 3:
+            (tmp_path / "watching").touch()
+
+    keeper.ready(str(tmp_path), str(proc.root), 14, sleep)
+    assert looks == [False] * 3
+    assert (tmp_path / "before").read_text() == "14 16"
 
 
 def test_a_harness_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """When the pod is deleted, half of the grace period is the harness's; what it left is then still saved."""
     proc, killed = Proc(tmp_path, (BUSY, 21)), []
+    note(proc)
 
     def kill(pid: int, number: int) -> None:
         killed.append((pid, number))
         proc.looks = [(ALONE, 21)]
 
-    assert keeper.wait_for_harness(str(tmp_path), 7, [time.monotonic() - 1.5], 1, proc.sleep, kill)
+    assert watch(proc, asked=-1.5).until_gone(proc.sleep, kill)
     assert killed == [(20, signal.SIGKILL), (21, signal.SIGKILL)]
 
 
 def test_a_pod_that_ends_before_its_harness_starts(tmp_path: Path) -> None:
-    proc = Proc(tmp_path, (ALONE, 7))
-    assert not keeper.wait_for_harness(str(tmp_path), 7, [time.monotonic()], 1, proc.sleep, lambda *_: None)
-
-
-def test_processes_that_are_not_shared(tmp_path: Path) -> None:
-    with pytest.raises(keeper.KeeperError, match="shareProcessNamespace: true"):
-        keeper.wait_for_harness(str(tmp_path), 1, [], 1)
+    proc = Proc(tmp_path, (HOOK, 16))
+    assert not watch(proc, asked=0).until_gone(proc.sleep, lambda *_: None)
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):

@@ -3,11 +3,12 @@
     unpack   fill the workspace from the archive in the Secret
     fetch    fill it from the gateway, for a grader
     keep     wait until the harness is gone, pack the workspace, hand it to the gateway
+    ready    the postStart hook of `keep`'s container: Kubernetes starts the harness's once it has ended
 
-`keep` shares the pod's process namespace and is started before the harness. A container's first process has no
-parent there; so the harness is running while there is another one of these than this program and the pod's init,
-and it was there if process ids were given away. On SIGTERM (the pod is being deleted) the harness has
-half of the grace period; then it is killed, so that the other half is left to save what it wrote.
+`keep` shares the pod's process namespace. A container's first process has no parent there; so the harness runs while
+there is another one of these than `keep` and the pod's init. `ready` notes the last process id given away; a later
+one is the harness's, also where that was gone before it could be seen. On SIGTERM (the pod is being deleted) the
+harness has half of the grace period; then it is killed, so that the other half is left to save what it wrote.
 
 What was packed is not trusted when it is unpacked: files, folders, and links that stay inside; everything else is
 left out and counted. The last line printed says what was done; it is the container's termination message on failure.
@@ -34,6 +35,9 @@ INPUT = "/leyden/in/workspace.tar.gz"
 MOST_BYTES = 256 * 2**20
 MOST_ENTRIES = 200_000
 POLL_S = 0.05
+QUIET_LOOKS = 3
+READY_S = 60.0
+WATCHING, BEFORE = "watching", "before"
 REQUEST_S = 60.0
 UPLOAD_S = 100.0
 
@@ -56,8 +60,10 @@ def main(arguments: list[str]) -> int:
         elif what == "keep":
             with scratch() as archive:
                 keep(workspace, archive, limit)
+        elif what == "ready":
+            ready(os.path.join(VOLUME, "out"), "/proc", os.getpid())
         else:
-            raise KeeperError("usage: keeper.py unpack | fetch | keep")
+            raise KeeperError("usage: keeper.py unpack | fetch | keep | ready")
     except (KeeperError, OSError, tarfile.TarError, EOFError) as error:
         print(f"{what}: {error}", flush=True)
         return 1
@@ -211,7 +217,9 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     asked_to_end: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(time.monotonic()))
     save_s = float(os.environ.get("LEYDEN_SAVE_S", "30"))
-    if not wait_for_harness("/proc", os.getpid(), asked_to_end, save_s):
+    if os.getpid() == 1:
+        raise KeeperError("the pod needs shareProcessNamespace: true")
+    if not Watch("/proc", os.path.dirname(archive), os.getpid(), asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
     packed = pack(workspace, archive, most_bytes)
     until = time.monotonic() + (save_s if asked_to_end else UPLOAD_S)
@@ -219,39 +227,64 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     print(packed)
 
 
-def wait_for_harness(
-    proc: str,
-    own: int,
-    asked_to_end: list[float],
-    patience_s: float,
-    sleep: Callable[[float], None] = time.sleep,
-    kill: Callable[[int, int], None] = os.kill,
-) -> bool:
-    """Until the harness has started and is gone; False if it will not start. `proc` is /proc.
-
-    A pid that is the pod's only one means that processes are not shared: KeeperError.
-    """
-    if own == 1:
-        raise KeeperError("the pod needs shareProcessNamespace: true")
-    first, was_there, quiet = last_pid(proc), False, 0
-    while True:
-        others = first_processes(proc, own)
-        was_there = was_there or bool(others) or last_pid(proc) > max(first, own)
-        # Between the start of a container and its program there is a moment without either.
-        quiet = 0 if others else quiet + 1
-        if was_there and quiet >= 3:
-            return True
-        if asked_to_end:
-            if not was_there:
-                return False
-            if time.monotonic() > asked_to_end[0] + patience_s:
-                for pid in processes(proc):
-                    if pid not in (1, own):
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            kill(pid, signal.SIGKILL)
-                if time.monotonic() > asked_to_end[0] + patience_s + 2:
-                    return True
+def ready(folder: str, proc: str, own: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait for `keep`, then note this process and the last id given away before the harness's."""
+    for _ in range(int(READY_S / POLL_S)):
+        if os.path.exists(os.path.join(folder, WATCHING)):
+            break
         sleep(POLL_S)
+    with open(os.path.join(folder, BEFORE + ".part"), "w", encoding="utf-8") as file:
+        file.write(f"{own} {last_pid(proc)}")
+    os.rename(os.path.join(folder, BEFORE + ".part"), os.path.join(folder, BEFORE))
+
+
+class Watch:
+    """Sees the harness come and go. `proc` is /proc, `folder` is shared with `ready`; `asked_to_end` gets the time of
+    a SIGTERM, after which the harness has `patience_s`."""
+
+    def __init__(self, proc: str, folder: str, own: int, asked_to_end: list[float], patience_s: float) -> None:
+        self._proc = proc
+        self._folder = folder
+        self._own = own
+        self._asked_to_end = asked_to_end
+        self._patience_s = patience_s
+        self._was_there = False
+
+    def until_gone(
+        self, sleep: Callable[[float], None] = time.sleep, kill: Callable[[int, int], None] = os.kill
+    ) -> bool:
+        """False if the pod is ended before the harness has started."""
+        with open(os.path.join(self._folder, WATCHING), "w", encoding="utf-8"):
+            pass
+        quiet = 0
+        while True:
+            others = first_processes(self._proc, self._own)
+            self._was_there = self._was_there or self._has_started(others)
+            quiet = 0 if others else quiet + 1
+            if self._was_there and quiet >= QUIET_LOOKS:
+                return True
+            if self._asked_to_end:
+                if not self._was_there:
+                    return False
+                if time.monotonic() > self._asked_to_end[0] + self._patience_s:
+                    self._kill_all(kill)
+                if time.monotonic() > self._asked_to_end[0] + self._patience_s + 2:
+                    return True
+            sleep(POLL_S)
+
+    def _has_started(self, others: list[int]) -> bool:
+        try:
+            with open(os.path.join(self._folder, BEFORE), encoding="utf-8") as file:
+                hook, last = map(int, file.read().split())
+        except FileNotFoundError:
+            return False
+        return last_pid(self._proc) > last or any(pid != hook for pid in others)
+
+    def _kill_all(self, kill: Callable[[int, int], None]) -> None:
+        for pid in processes(self._proc):
+            if pid not in (1, self._own):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
 
 
 def processes(proc: str) -> list[int]:

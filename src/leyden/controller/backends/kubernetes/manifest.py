@@ -225,7 +225,9 @@ def _before(pods: Pods, program: Program, name: str) -> Object:
 
 
 def _keeper(pods: Pods, program: Program, name: str) -> Object:
-    return _leyden_container(pods, KEEPER, program, name)
+    """Its postStart hook holds the harness back until the keeper watches."""
+    hook = {"postStart": {"exec": {"command": ["python3", f"{_INPUT}/{_KEEPER_FILE}", "ready"]}}}
+    return _leyden_container(pods, KEEPER, program, name) | {"lifecycle": hook}
 
 
 def _leyden_container(pods: Pods, do: str, program: Program, name: str) -> Object:

@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube check base bench-learning bench-gateway bench-launch bench-samples clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -21,6 +21,7 @@ help:
 	@echo "make base             make the demo's base model again ($(DEMO)/base)"
 	@echo "make bench-learning   the demo's training at full length, three seeds"
 	@echo "make bench-gateway    CPU and latency of the gateway per call"
+	@echo "make bench-memory     memory of the gateway and size of its store per recorded call"
 	@echo "make bench-launch     rollouts per second of the controller"
 	@echo "make bench-samples    training samples per rollout of mini-swe-agent"
 
@@ -64,7 +65,7 @@ check: $(STAMP)
 base: $(STAMP)
 	$(BIN)/python $(DEMO)/make_base.py
 
-bench-learning bench-gateway bench-launch bench-samples: bench-%: $(STAMP)
+bench-learning bench-gateway bench-memory bench-launch bench-samples: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/bench_$*.py
 
 clean:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -482,6 +487,30 @@ async def test_characters_may_be_cut_between_reads(name: str) -> None:
 def split_points(stream: bytes) -> Iterator[int]:
     """All offsets within the characters of more than one byte, and their ends."""
     return (i for i in range(1, len(stream)) if stream[i - 1] >= 0x80 or stream[i] >= 0x80)
+
+
+def test_the_address_handed_out_is_the_one_that_is_bound(tmp_path: Any, tokenizer_path: Any) -> None:
+    """Case G17: `localhost` may be ::1 for a client; what is bound and announced is the literal 127.0.0.1."""
+    document = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(tokenizer_path), "renderer": "qwen3"},
+        "data": {"train": "train.jsonl"},
+        "harness": {"command": ["true"]},
+        "grader": {"command": ["true"]},
+        "gateway": {"host": "localhost"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(document))
+    command = [sys.executable, "-m", "leyden", "gateway", str(tmp_path / "run.yaml"), "--with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as gateway:
+        announced = tmp_path / "run" / "gateway.json"
+        while not announced.exists():
+            assert gateway.poll() is None
+            time.sleep(0.02)
+        url = json.loads(announced.read_text())["url"]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
+        with urllib.request.urlopen(f"{url}/health") as response:
+            assert response.status == 200
+        gateway.communicate(b"")
 
 
 # What is left

@@ -27,6 +27,7 @@ from tests.protocols.bodies import VALID, almost_valid, is_error, url_of
 SERVED = [(path, protocol.PROTOCOL) for path, protocol in (*COUNT_ROUTES, *ROUTES)]
 PATHS = [path for path, _ in SERVED]
 CHAT = "/v1/chat/completions"
+GEMINI = "/v1beta/models/{model:path}:{method}"
 USER = {"role": "user", "content": "x"}
 BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 
@@ -197,7 +198,7 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", GEMINI])
 @pytest.mark.parametrize("name", SAMPLED)
 async def test_whatever_the_model_says_can_be_answered(
     name: str, path: str, tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
@@ -214,6 +215,7 @@ async def test_whatever_the_model_says_can_be_answered(
             CHAT: {"messages": [USER], "tools": [BASH]},
             "/v1/responses": {"input": "x", "tools": [{"type": "function", **BASH["function"]}]},
             "/v1/messages": {"max_tokens": 1000, "messages": [USER], "tools": [{"name": "bash", "input_schema": {}}]},
+            GEMINI: {"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": [{"name": "bash"}]}]},
         }[path]
         status, answer = await post(gateway, key, path, {"model": "m", **body})
         assert status == 200

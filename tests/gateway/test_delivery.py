@@ -21,7 +21,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from leyden.errors import EngineUnavailable, GatewayError
+from leyden.errors import EngineRejected, EngineUnavailable, GatewayError
 from leyden.gateway.attempts import Attempt, Delivery
 from leyden.protocols import ROUTES, ChatChoice, ChatReply, ChatRequest
 from leyden.trajectory.continuity import Node
@@ -336,6 +336,34 @@ async def _streamed(client: openai.AsyncOpenAI) -> str:
 async def _claude_streamed(client: anthropic.AsyncAnthropic) -> str:
     async with client.messages.stream(model="m", max_tokens=9, messages=[USER, USER]) as stream:  # type: ignore[list-item]
         return await stream.get_final_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_after_the_first_keep_alive(
+    stream: bool, tmp_path: Any, tokenizer_path: Any, renderer: Any
+) -> None:
+    """In a stream it is an event that the SDK raises. A plain answer that has begun is cut, and the try that the SDK
+    makes then gets the status."""
+    config = make_config(tmp_path, tokenizer_path)
+    async with serving(config, renderer, keep_alive_s=0.05) as gateway:
+        gateway.engine.delay_s = 0.3
+        gateway.engine.replies = [EngineRejected("no such adapter", status=404)] * 2
+        rollout_id, key = await gateway.start_rollout()
+        work = asyncio.create_task(_whole(sdk(gateway, key, max_retries=1), stream))
+        await until(lambda: len(gateway.engine.requests) == 1)
+        gateway.engine.delay_s = 0.0
+        with pytest.raises(openai.APIError, match="no such adapter") as caught:
+            await work
+        assert caught.value.code == "engine_rejected"
+        assert {state for _, state in states(gateway, rollout_id)} == {"failed"}
+        assert len(gateway.engine.requests) == (1 if stream else 2)
+
+
+async def _whole(client: openai.AsyncOpenAI, stream: bool) -> None:
+    answer = await call(client, [USER], stream=stream)
+    if stream:
+        async for _ in answer:
+            pass
 
 
 # What arrives

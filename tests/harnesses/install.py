@@ -45,7 +45,7 @@ class Python:
 
 @dataclass(frozen=True)
 class Npm:
-    """Packages for a `node_modules` of their own. Their install scripts do not run."""
+    """Packages for a `node_modules` of their own."""
 
     needs: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class Npm:
             raise NotHere("node and npm are not on PATH")
         folder.mkdir(parents=True)
         (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
-        _quiet(["npm", "install", "--no-audit", "--no-fund", "--silent", "--ignore-scripts", *self.needs], folder)
+        _quiet(["npm", "install", "--no-audit", "--no-fund", "--silent", *self.needs], folder)
 
 
 PACKAGES: dict[str, Python | Npm] = {

@@ -229,6 +229,21 @@ async def test_whatever_the_model_says_can_be_answered(
             assert (two.parent_id, two.fork_cause) == (one.turn_id, None)
 
 
+async def test_broken_arguments_in_the_history_poison_nothing(gateway: Gateway) -> None:
+    """Case G20. Prompts are made here, so no engine refuses them: the model is shown its own broken words."""
+    rollout_id, key = await gateway.start_rollout()
+    broken = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": '{"a": '}}
+    history: list[Any] = [USER, {"role": "assistant", "content": None, "tool_calls": [broken]}]
+    for _ in range(3):
+        history.append({"role": "tool", "tool_call_id": "c", "content": "arguments: not JSON"})
+        status, answer = await post(gateway, key, CHAT, {"model": "m", "messages": history, "tools": [BASH]})
+        assert status == 200
+        history.append(answer["choices"][0]["message"])
+    turns = await gateway.turns(rollout_id)
+    assert [turn.fork_cause for turn in turns] == [None] * 3
+    assert '{"name": "bash", "arguments": {"a": }\n</tool_call>' in gateway.renderer.decode(turns[0].delta_P)
+
+
 async def test_long_integers_reach_the_harness_exactly(gateway: Gateway) -> None:
     call = SAMPLED["a long integer"][0]
     gateway.engine.replies = [f"<tool_call>\n{call}\n</tool_call>"]

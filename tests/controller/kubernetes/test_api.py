@@ -71,29 +71,22 @@ async def test_no_answer(server: FakeApiServer, api: KubernetesApi) -> None:
     assert raised.value.status is None
 
 
-async def test_the_secret_belongs_to_the_job(server: FakeApiServer, api: KubernetesApi) -> None:
-    server.calls = [reply(201, thing("j", 1)), reply(201, thing("j", 2))]
-    assert await api.create_job(MADE) == thing("j", 1)
+async def test_the_secret_is_there_before_the_job_and_belongs_to_it(server: FakeApiServer, api: KubernetesApi) -> None:
+    server.calls = [reply(201, thing("j", 1)), reply(201, thing("j", 2)), reply(200, thing("j", 3))]
+    assert await api.create_job(MADE) == thing("j", 2)
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "uid-j"}
     assert server.bodies == [
+        ("POST", "/api/v1/namespaces/runs/secrets", {"kind": "Secret", "metadata": {"name": "j"}}),
         ("POST", "/apis/batch/v1/namespaces/runs/jobs", {"kind": "Job"}),
-        (
-            "POST",
-            "/api/v1/namespaces/runs/secrets",
-            {"kind": "Secret", "metadata": {"name": "j", "ownerReferences": [owner]}},
-        ),
+        ("PATCH", "/api/v1/namespaces/runs/secrets/j", {"metadata": {"ownerReferences": [owner]}}),
     ]
 
 
-async def test_a_job_whose_secret_is_refused_goes_again(server: FakeApiServer, api: KubernetesApi) -> None:
+async def test_the_secret_of_a_job_that_is_refused_goes_again(server: FakeApiServer, api: KubernetesApi) -> None:
     server.calls = [reply(201, thing("j", 1)), refusal(403, "exceeded quota: q"), reply(200, {})]
     with pytest.raises(QuotaExceeded):
         await api.create_job(MADE)
-    assert server.bodies[-1] == (
-        "DELETE",
-        "/apis/batch/v1/namespaces/runs/jobs/j",
-        {"propagationPolicy": "Background", "preconditions": {"uid": "uid-j"}},
-    )
+    assert server.bodies[-1][:2] == ("DELETE", "/api/v1/namespaces/runs/secrets/j")
 
 
 async def test_killing_is_one_change(server: FakeApiServer, api: KubernetesApi) -> None:

@@ -120,27 +120,31 @@ class KubernetesApi:
         return made
 
     async def create_job(self, manifest: Manifest) -> Object:
-        """The Job, and its Secret with the Job as its owner: it goes with it. Raises ObjectExists."""
-        job = await self.create(JOBS, manifest.job)
+        """The Secret, the Job, then the Job as the Secret's owner: it goes with it. Raises ObjectExists.
+
+        In this order, since a pod that finds no Secret waits a minute and more before it looks again. A Secret that is
+        there already is this attempt's own: names are never used twice.
+        """
+        with contextlib.suppress(ObjectExists):
+            await self.create(SECRETS, manifest.secret)
         try:
-            await self.create_secret(manifest.secret, job)
-        except ClusterError:
-            with contextlib.suppress(ClusterError):
-                await self.delete_job(job["metadata"]["name"], job["metadata"]["uid"])
+            job = await self.create(JOBS, manifest.job)
+        except (ClusterUnavailable, ObjectExists):
             raise
+        except ClusterError:
+            await self.delete_secret(manifest.secret["metadata"]["name"])
+            raise
+        await self.own_secret(job)
         return job
 
-    async def create_secret(self, secret: Object, job: Object) -> None:
-        """Nothing is done if it is there: names are never used twice."""
-        owner = {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "name": job["metadata"]["name"],
-            "uid": job["metadata"]["uid"],
-        }
-        owned = {**secret, "metadata": {**secret["metadata"], "ownerReferences": [owner]}}
-        with contextlib.suppress(ObjectExists):
-            await self.create(SECRETS, owned)
+    async def own_secret(self, job: Object) -> None:
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+        await self.patch(SECRETS, name, {"metadata": {"ownerReferences": [owner]}})
+
+    async def delete_secret(self, name: str) -> None:
+        with contextlib.suppress(ObjectMissing):
+            await self._json("DELETE", self._path(SECRETS, name))
 
     async def get(self, kind: Kind, name: str) -> Object:
         found: Object = await self._json("GET", self._path(kind, name))

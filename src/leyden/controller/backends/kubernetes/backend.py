@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from leyden.client.records import Claim, Rollout
@@ -23,6 +24,7 @@ from leyden.controller.backends.kubernetes.api import (
     EVENTS,
     JOBS,
     PODS,
+    SECRETS,
     ClusterError,
     ClusterUnavailable,
     KubernetesApi,
@@ -95,6 +97,17 @@ class KubernetesBackend:
         if self._reader.done():
             self._reader.result()
         self._created = self._ledger.created(time.time() - MINUTE_S)
+        await self._remove_orphans()
+
+    async def _remove_orphans(self) -> None:
+        """Delete Secrets whose Job was never made, because a controller was killed in between."""
+        names = {job["metadata"]["name"] for job_id in self._ledger.jobs() if (job := self._ledger.job(job_id))}
+        secrets, _ = await self._api.list_all(SECRETS, labels=f"leyden/run={label(self._run)}")
+        for secret in secrets:
+            metadata = secret["metadata"]
+            old = unix_time(metadata.get("creationTimestamp")) < time.time() - MINUTE_S
+            if old and not metadata.get("ownerReferences") and metadata["name"] not in names:
+                self._spawn(partial(self._api.delete_secret, metadata["name"]))
 
     async def supervise(self) -> None:
         assert self._reader is not None
@@ -291,7 +304,7 @@ class KubernetesBackend:
             job = await self._api.get(JOBS, job_name(program))
             if not is_ours(job, program):
                 raise LaunchError(f"a Job {job_name(program)} exists that is not of this attempt") from error
-            await self._api.create_secret(made.secret, job)
+            await self._api.own_secret(job)
             return job
 
     async def _room(self) -> None:

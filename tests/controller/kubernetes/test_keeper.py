@@ -202,7 +202,7 @@ def test_the_harness_comes_and_goes(tmp_path: Path, looks: list[tuple[dict[int, 
     proc = Proc(tmp_path, *looks)
     note(proc)
     assert watch(proc).until_gone(proc.sleep, lambda *_: None)
-    assert proc.naps == len(looks) - 1 + (keeper.QUIET_LOOKS - 1)
+    assert len(looks) + keeper.QUIET_LOOKS - 2 <= proc.naps <= len(looks) + keeper.QUIET_LOOKS - 1
 
 
 def test_the_hook_waits_for_the_keeper(tmp_path: Path) -> None:

@@ -259,9 +259,10 @@ class Watch:
         quiet = 0
         while True:
             others = first_processes(self._proc, self._own)
+            # An id is given away a moment before its process can be seen.
+            quiet = quiet + 1 if self._was_there and not others else 0
             self._was_there = self._was_there or self._has_started(others)
-            quiet = 0 if others else quiet + 1
-            if self._was_there and quiet >= QUIET_LOOKS:
+            if quiet >= QUIET_LOOKS:
                 return True
             if self._asked_to_end:
                 if not self._was_there:

@@ -134,6 +134,20 @@ def test_plan_of_a_resume_beside_running_parts(run_file, tmp_path):
     assert lines[6].startswith("#   validation  2 tasks x 1, every 2 steps")
 
 
+@pytest.mark.parametrize("arguments", [["--dry-run"], []])
+def test_engines_that_cannot_be_trained(run_file, arguments):
+    result = leyden("train", str(run_file), "engine={kind: vllm, urls: ['10.0.0.1:8000']}", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: engine: the embedded trainer updates no engine but its own")
+
+
+def test_engines_that_run_are_evaluated_as_they_are(config, run_file):
+    served = load(run_file, ["engine={kind: vllm, urls: ['10.0.0.1:8000']}"])
+    assert choose_checkpoint(served, "latest") is None
+    with pytest.raises(ConfigError, match="--checkpoint: x cannot be loaded into the engines"):
+        choose_checkpoint(served, "x")
+
+
 def test_choice_of_tasks(config, tmp_path):
     (tmp_path / "other.jsonl").write_text('{"o": 1}\n')
     assert choose_tasks(config, "validation", None).tasks == ({"v": 1}, {"v": 2})

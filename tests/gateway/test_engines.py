@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import yaml
 from aiohttp import web
 
 from leyden.errors import ConfigError, GatewayError
@@ -196,27 +193,6 @@ async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, 
     vllm._probe = lambda _path: completed([5], token_ids=None, logprobs=None)  # type: ignore[method-assign]
     status, message, _ = await refusal(gateway)
     assert (status, "return_token_ids" in message) == (400, True)
-
-
-@pytest.mark.slow
-def test_a_gateway_without_a_usable_engine_ends(tmp_path: Path, tokenizer_path: Path) -> None:
-    """Case G30: `leyden gateway` names the option and stops, so that no step starts without ids."""
-
-    async def serve_and_run() -> tuple[int, str]:
-        async with listening(FakeVllm(missing={GENERATE, COMPLETIONS})) as fake:
-            run_file = tmp_path / "run.yaml"
-            config = config_for(tmp_path, tokenizer_path, fake).model_dump(mode="json", exclude={"config_dir"})
-            run_file.write_text(yaml.safe_dump(config))
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "leyden", "gateway", str(run_file), stderr=subprocess.PIPE
-            )
-            _, error = await asyncio.wait_for(process.communicate(), 60)
-            assert process.returncode is not None
-            return process.returncode, error.decode()
-
-    status, error = asyncio.run(serve_and_run())
-    assert status == 1
-    assert "--enable-scale-out" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

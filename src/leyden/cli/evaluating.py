@@ -38,11 +38,12 @@ def run_evaluation(
     tasks = choose_tasks(config, split, limit)
     samples = choose_samples(ks, samples, config.eval.samples)
     folder = choose_checkpoint(config, checkpoint)
-    name = folder.name if folder else "initial"
+    name = "engines" if config.engine.urls else folder.name if folder else "initial"
     run_dir = config.run_dir / "eval" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     settings = config.model_copy(update={"run_dir": run_dir})
     display = Display()
-    display.line(f"evaluating {folder or 'the initial model'} on {len(tasks)} tasks x {samples}")
+    what = ", ".join(config.engine.urls) or folder or "the initial model"
+    display.line(f"evaluating {what} on {len(tasks)} tasks x {samples}")
     from leyden.trainer.run import Command, evaluate_once
 
     command = Command(run_file, (*overrides, f"run_dir={json.dumps(str(run_dir))}"), secret)
@@ -84,8 +85,14 @@ def choose_samples(ks: Sequence[int], samples: int | None, configured: int) -> i
 
 
 def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
-    """None is the initial model; so is `latest` of a run without a checkpoint."""
-    if wanted == "none":
+    """None is the initial model; so is `latest` of a run without a checkpoint. Engines that run already hold what they
+    hold.
+    """
+    if config.engine.urls and wanted not in ("none", "latest"):
+        raise ConfigError(
+            "--checkpoint", f"{wanted} cannot be loaded into the engines of engine.urls; leave one of the two out"
+        )
+    if wanted == "none" or config.engine.urls:
         return None
     if wanted == "latest":
         return newest_checkpoint(config.run_dir)

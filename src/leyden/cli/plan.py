@@ -6,17 +6,29 @@ import yaml
 
 from leyden.cli.app import dump
 from leyden.config import RunConfig
+from leyden.errors import ConfigError
 from leyden.trainer.folder import checkpoint_step, newest_checkpoint
 from leyden.trainer.tasks import TaskSet, read_tasks
 
 
 def describe(config: RunConfig) -> str:
-    """Raises ConfigError for data files that cannot be read."""
+    """Raises ConfigError for engines that cannot be trained and data files that cannot be read."""
+    check_trainable(config)
     train = read_tasks(config.data.train, "data.train")
     path = config.data.validation
     validation = None if path is None else read_tasks(path, "data.validation")
     settings = yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True)
     return "\n".join([settings, "# would start", *(f"#   {line}" for line in plan(config, train, validation))])
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Raises ConfigError for engines that the trainer cannot update."""
+    if config.engine.urls or config.engine.kind != "leyden":
+        raise ConfigError(
+            "engine",
+            "the embedded trainer updates no engine but its own: leave engine.urls and engine.kind out to train; "
+            "`leyden gateway` and `leyden eval` take them",
+        )
 
 
 def plan(config: RunConfig, train: TaskSet, validation: TaskSet | None) -> list[str]:

@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from leyden.cli.plan import check_trainable
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
 from leyden.trainer.display import Display
@@ -16,6 +17,7 @@ def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], 
     display = Display()
     from leyden.trainer.run import Command, read_data, train
 
+    check_trainable(config)
     data = read_data(config)
     command = Command(run_file, overrides, secret)
     again = shlex.join(["leyden", "train", str(run_file), *overrides])

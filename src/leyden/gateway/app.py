@@ -9,8 +9,8 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -160,6 +160,7 @@ def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None 
     `with_parent` ends it when standard input closes. Raises ConfigError for an open address without a secret.
     """
     check_address(config, secret)
+    _allow_many_connections()
     config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock(config.run_dir / "gateway.lock"):
         app = build(config, secret or read_or_create_secret(config.run_dir))
@@ -208,6 +209,13 @@ class _Server(uvicorn.Server):
         self._app.state.turns.closing = True
         self._app.state.feed.close()
         await super().shutdown(sockets)
+
+
+def _allow_many_connections() -> None:
+    """A call in flight holds two descriptors; many systems allow 1,024 unless one asks for more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def check_address(config: RunConfig, secret: bytes | None) -> None:
@@ -274,7 +282,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _stop_with_parent(server: uvicorn.Server) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: its lock, held by this thread, would abort an exit that comes first
+        pass
     server.should_exit = True
 
 

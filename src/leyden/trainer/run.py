@@ -24,9 +24,9 @@ from leyden.errors import GatewayError, TrainingError
 from leyden.trainer.display import Display, progress_line
 from leyden.trainer.evaluate import EvalResult, evaluate
 from leyden.trainer.folder import newest_checkpoint
-from leyden.trainer.loop import Data, Loop
+from leyden.trainer.loop import Cursor, Data, Loop
 from leyden.trainer.report import write_atomically
-from leyden.trainer.supervise import Children, child_command, run_lock, wait_for_gateway
+from leyden.trainer.supervise import Child, Children, child_command, run_lock, wait_for_gateway
 from leyden.trainer.tasks import TaskSet, read_tasks
 from leyden.types import Json
 
@@ -85,20 +85,13 @@ async def evaluate_once(
     samples: int,
     ks: Sequence[int],
 ) -> EvalResult:
-    """pass@k of one checkpoint (None: the initial model) in the run folder of `config`."""
+    """pass@k of one checkpoint (None: the initial model) in the run folder of `config`; with `engine.urls`, of what
+    those engines serve.
+    """
     config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with run_lock(config.run_dir) as lock:
         write_run_json(config, Data(tasks, None))
-        async with _running(config, command, display, folder, lock) as (running, client, children):
-            at = running.cursor
-            await asyncio.to_thread(running.policy.publish, at.version, "evaluation")
-            await client.put_model(
-                config.model.name,
-                engines=[running.url],
-                version=at.version,
-                lineage="evaluation",
-                context_tokens=config.model.context_tokens,
-            )
+        async with _serving_checkpoint(config, command, display, folder, lock) as (at, client, children):
             work = evaluate(
                 client,
                 tasks.tasks,
@@ -117,27 +110,65 @@ async def evaluate_once(
 
 
 @contextlib.asynccontextmanager
+async def _serving_checkpoint(
+    config: RunConfig, command: Command, display: Display, folder: Path | None, lock: int
+) -> AsyncIterator[tuple[Cursor, ControlClient, Children]]:
+    """Something to evaluate: engines that run already, at the version that the gateway knows of, or a checkpoint."""
+    if config.engine.urls:
+        async with (
+            Children(config.run_dir / "logs", lock) as children,
+            _served(config, command, children, await _start_gateway(config, command, children)) as client,
+        ):
+            (model,) = await client.models()
+            yield Cursor(0, model.version), client, children
+        return
+    async with _running(config, command, display, folder, lock) as (running, client, children):
+        at = running.cursor
+        await asyncio.to_thread(running.policy.publish, at.version, "evaluation")
+        await client.put_model(
+            config.model.name,
+            engines=[running.url],
+            version=at.version,
+            lineage="evaluation",
+            context_tokens=config.model.context_tokens,
+        )
+        yield at, client, children
+
+
+@contextlib.asynccontextmanager
 async def _running(
     config: RunConfig, command: Command, display: Display, folder: Path | None, lock: int
 ) -> AsyncIterator[tuple[Running, ControlClient, Children]]:
     """Gateway, engine and controller, up and answering."""
-    secret = command.secret or read_or_create_secret(config.run_dir)
-    own = config.gateway.url is None
     async with Children(config.run_dir / "logs", lock) as children:
         display.live("starting gateway and loading the model")
-        gateway = await children.start("gateway", _child("gateway", command)) if own else None
+        gateway = await _start_gateway(config, command, children)
         backend = await asyncio.to_thread(import_module, "leyden.trainer.embedded_run")
-        async with backend.embedded(config, folder) as running:
-            url = config.gateway.url or ""
-            if gateway is not None:
-                url = await wait_for_gateway(config.run_dir, gateway)
-            retry_s = OWN_GATEWAY_RETRY_S if own else 60.0
-            async with ControlClient(url, control_key(secret), retry_limit_s=retry_s) as client:
-                await client.models()
-                if config.controller.start:
-                    await children.start("controller", _child("controller", command))
-                display.clear()
-                yield running, client, children
+        async with backend.embedded(config, folder) as running, _served(config, command, children, gateway) as client:
+            display.clear()
+            yield running, client, children
+
+
+async def _start_gateway(config: RunConfig, command: Command, children: Children) -> Child | None:
+    """None where the run file names one that runs."""
+    return await children.start("gateway", _child("gateway", command)) if config.gateway.url is None else None
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    config: RunConfig, command: Command, children: Children, gateway: Child | None
+) -> AsyncIterator[ControlClient]:
+    """A client of the gateway, once that answers, and a controller beside it."""
+    secret = command.secret or read_or_create_secret(config.run_dir)
+    url = config.gateway.url or ""
+    if gateway is not None:
+        url = await wait_for_gateway(config.run_dir, gateway)
+    retry_s = 60.0 if gateway is None else OWN_GATEWAY_RETRY_S
+    async with ControlClient(url, control_key(secret), retry_limit_s=retry_s) as client:
+        await client.models()
+        if config.controller.start:
+            await children.start("controller", _child("controller", command))
+        yield client
 
 
 def _child(name: str, command: Command) -> list[str]:

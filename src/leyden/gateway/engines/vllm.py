@@ -115,10 +115,10 @@ class VllmEngine:
     async def _probe_chat(self, url: str) -> tuple[str, Generation]:
         try:
             return wire.CHAT, (await self._chat_once(url, _CHAT_PROBE)).generation
-        except CaptureError as error:
+        except (CaptureError, EngineRejected) as error:
             raise EngineUnsuitable(
-                f"engine {url} gives no token ids: use a version whose {wire.CHAT} knows return_token_ids. "
-                f"It said: {error}"
+                f"engine {url} gives no token ids for chats: use a version of vLLM whose {wire.CHAT} knows "
+                f"return_token_ids. It said: {error}"
             ) from error
 
     async def _check_context(self, url: str) -> None:

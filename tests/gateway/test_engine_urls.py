@@ -1,0 +1,74 @@
+"""Engines that run already, without a trainer: `leyden eval` and `leyden gateway` as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.gateway.fake_vllm import FakeVllm, Json, chatted, listening
+from tests.trainer.test_end_to_end import AGENT
+
+GRADER = """
+def score(task, workspace):
+    return float("hello" in (workspace / "answer.txt").read_text())
+"""
+
+
+async def leyden(folder: Path, *arguments: str) -> tuple[int | None, str]:
+    """Exit status and both outputs of a command."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "leyden", *arguments),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 100)
+    return process.returncode, output.decode()
+
+
+def write_run(folder: Path, fake: FakeVllm, **engine: object) -> None:
+    """Nothing of the model is there but its name."""
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "grade.py").write_text(GRADER)
+    (folder / "val.jsonl").write_text('{"question": "the dog"}\n{"question": "the fox"}\n')
+    settings: Json = {
+        "run_dir": "run",
+        "model": {"path": "/nowhere/model", "context_tokens": 256},
+        "data": {"train": "val.jsonl", "validation": "val.jsonl"},
+        "harness": {"command": [sys.executable, str(folder / "agent.py")], "timeout_s": 60},
+        "grader": {"function": "grade:score"},
+        "engine": {"kind": "vllm", "urls": [fake.url], "render": "engine"} | engine,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.slow
+async def test_eval_of_engines_that_run(tmp_path: Path) -> None:
+    """Gateway and controller start, no model is loaded, and the engine's answers are graded."""
+    async with listening(FakeVllm(default=chatted([1, 2], [3, 4]))) as fake:
+        write_run(tmp_path, fake)
+        status, output = await leyden(tmp_path, "eval", "run.yaml", "-k", "1")
+    assert (status, f"evaluating {fake.url} on 2 tasks x 1" in output) == (0, True)
+    (result,) = (tmp_path / "run" / "eval").glob("*-engines/result.json")
+    document = json.loads(result.read_text())
+    assert (document["checkpoint"], document["version"], document["rewarded"]) == (None, 0, 2)
+    assert [estimate["value"] for estimate in document["pass"]] == [1.0]
+    assert len(fake.asked) == 4
+
+
+@pytest.mark.slow
+async def test_a_gateway_without_a_usable_engine_ends(tmp_path: Path) -> None:
+    """Case G30: it names the option and stops, so that no step starts without ids; and so does what it serves."""
+    missing = {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
+    async with listening(FakeVllm(missing=missing)) as fake:
+        write_run(tmp_path, fake)
+        status, output = await leyden(tmp_path, "gateway", "run.yaml")
+        assert (status, output.splitlines()[-1].startswith("error: engine http")) == (1, True)
+        assert "return_token_ids" in output.splitlines()[-1]
+        status, output = await leyden(tmp_path, "eval", "run.yaml")
+    assert (status, "the gateway ended" in output, "return_token_ids" in output) == (1, True, True), output

@@ -303,7 +303,7 @@ async def test_refusals_hold_no_secret(
     logged = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith(("leyden", "uvicorn.error")))
     for expected, (status, answer) in refusals:
         assert (status, is_error(protocol, answer, status)) == (expected, True)
-        for secret in (key, other_key, forged, "sk-proj-1234567890", key.rsplit("-", 1)[1]):
+        for secret in (key, other_key, forged, "sk-proj-1234567890", key[-43:]):
             assert secret not in json.dumps(answer)
             assert secret not in logged
 

@@ -318,7 +318,7 @@ def _kill(job: Object | None) -> tuple[str, float] | None:
     text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(KILLED)
     if not text:
         return None
-    reason, _, when = text.partition(" ")
+    reason, _, when = text.rpartition(" ")
     try:
         return reason, float(when)
     except ValueError:

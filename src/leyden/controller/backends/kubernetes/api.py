@@ -237,9 +237,14 @@ class KubernetesApi:
             response.close()
         return kept.decode("utf-8", "replace")
 
+    async def version(self) -> str:
+        """The API server's version, such as v1.31.2."""
+        return str((await self._json("GET", "/version"))["gitVersion"])
+
     async def allowed(self, verb: str, group: str, resource: str) -> bool:
-        """Whether these credentials may do that in the namespace."""
-        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        """Whether these credentials may do that in the namespace. `resource` may have a part: `pods/log`."""
+        whole, _, part = resource.partition("/")
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": whole, "subresource": part}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",

@@ -309,7 +309,7 @@ async def test_refusals_hold_no_secret(
 
 
 FUZZ = settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],

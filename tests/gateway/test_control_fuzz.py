@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -45,7 +46,7 @@ async def test_the_control_api_does_what_its_description_says(gateway: Gateway, 
     operation = schema[path][method]
 
     @settings(
-        max_examples=30,
+        max_examples=20,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
@@ -60,3 +61,24 @@ async def test_the_control_api_does_what_its_description_says(gateway: Gateway, 
         case.call_and_validate(headers=KEY, checks=CHECKS)
 
     await asyncio.to_thread(check)
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "what was said"
+
+    def broken(*_: Any) -> Any:
+        raise TypeError(words)
+
+    monkeypatch.setattr("leyden.store.Rollouts.get", broken)
+    async with (
+        aiohttp.ClientSession(headers=KEY) as session,
+        session.get(f"{gateway.url}/api/rollouts/r1") as response,
+    ):
+        error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (500, "internal_error")
+    logged = "\n".join(record.getMessage() + (record.exc_text or "") for record in caplog.records)
+    assert "GET /api/rollouts/{rollout_id}: TypeError" in logged
+    assert "in broken" in logged
+    assert words not in logged + str(error)

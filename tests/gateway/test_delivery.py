@@ -550,7 +550,7 @@ async def test_nothing_of_a_rollout_is_left_in_memory(gateway: Gateway) -> None:
     before = {id(o) for o in _of_rollouts()}
     gateway.slot = 700
     ids, keys = [], []
-    for number in range(30):
+    for number in range(15):
         how = ENDS[number % len(ENDS)]
         gateway.engine.version = 1 if how == "recover" else 0
         rollout_id, key = await gateway.start_rollout()

@@ -27,7 +27,7 @@ ASSISTANT = {"role": "assistant", "content": "so", "reasoning_content": "hm", "t
 RECALL = Remembered({1: ASSISTANT}, {1: [{"role": "user", "content": "hi"}]})
 CALL = Call({"model": "m", "method": "generateContent"}, RECALL)
 
-QUICK = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def answers_of(message: Json, finish: FinishReason = FinishReason.STOP, stop: str | None = None) -> ChatReply:
@@ -249,7 +249,7 @@ SAID: dict[str, Callable[[Json], Json]] = {
 JSON_TEXTS = st.text(alphabet=st.sampled_from('\\u"dD83c0nxef '), max_size=24)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(JSON_TEXTS)
 def test_halves_of_surrogate_pairs(text: str) -> None:
     """Case G23. Wherever Python's own parser reads the text, the value is the same with U+FFFD for each half."""

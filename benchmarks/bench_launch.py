@@ -1,10 +1,13 @@
 """How fast the controller runs short rollouts, through a real gateway and an engine that answers at once.
 
-    make bench-launch         or: python benchmarks/bench_launch.py [--rollouts 100] [--only mini]
+    make bench-launch         or: python benchmarks/bench_launch.py [--rollouts 100] [--only mini] [--rounds 2]
 
 Agents: one of the standard library started afresh; one on the OpenAI SDK and mini-swe-agent, both preloaded and forked;
 mini-swe-agent started afresh, for comparison. Each rollout makes one model call and is graded by a function.
 `start` is the time from the creation of a rollout to the start of its harness, one rollout at a time.
+
+Then, if it can be installed, Agent Lightning 1.0.2 runs the class of the OpenAI agent, as it comes and with its poll
+interval at 0.1 s. Leyden and it take turns, so that both see the same machine; the ratio is that of each round.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import psutil
 from aiohttp import web
 
+import reference
 from common import MODEL, ROOT, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
 from leyden.client import ControlClient, Rollout, control_key, read_or_create_secret
 
@@ -31,11 +35,6 @@ import json, os, urllib.request as u
 body = json.dumps({"model": "bench", "messages": [{"role": "user", "content": "hi"}]}).encode()
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
 print(u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)).read())
-"""
-OPENAI = """
-import openai
-reply = openai.OpenAI().chat.completions.create(model="bench", messages=[{"role": "user", "content": "hi"}])
-print(reply.choices[0].message.content)
 """
 GRADER = "def grade(task, workspace):\n    return 1.0\n"
 MINI = {
@@ -63,10 +62,11 @@ MINI_MODULES = [
     "litellm.main",
     "openai.resources.chat.completions",
 ]
+AGENTS_FILE = Path(__file__).with_name("agents.py")
 AGENTS: dict[str, dict[str, Any]] = {
     "plain": {"command": ["python", "{{ config_dir }}/plain.py"]},
     "openai": {
-        "command": ["python", "{{ config_dir }}/sdk.py"],
+        "command": ["python", "{{ config_dir }}/agents.py"],
         "preload": ["openai", "openai.resources.chat.completions"],
     },
     "mini": MINI | {"preload": MINI_MODULES},
@@ -96,11 +96,29 @@ def serve_engine(port: int) -> None:
             }
         )
 
+    async def chat(_: web.Request) -> web.Response:
+        """As vLLM answers with `return_token_ids` and `logprobs`."""
+        logprobs = [{"token": f"token_id:{i}", "logprob": -0.5, "bytes": None, "top_logprobs": []} for i in ids]
+        message = {"role": "assistant", "content": REPLY}
+        choice = {"index": 0, "finish_reason": "stop", "message": message, "token_ids": ids}
+        return web.json_response(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1790000000,
+                "model": "bench",
+                "choices": [choice | {"logprobs": {"content": logprobs}}],
+                "usage": {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)},
+                "prompt_token_ids": list(range(9)),
+            }
+        )
+
     async def health(_: web.Request) -> web.Response:
         return web.json_response({"version": 0, "lineage": "bench"})
 
     app = web.Application()
     app.router.add_post("/generate", generate)
+    app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/health", health)
     web.run_app(app, host="127.0.0.1", port=port, print=None, handle_signals=True)
 
@@ -167,7 +185,7 @@ def scenario(name: str, engine: str, count: int) -> list[Any]:
             controller={"concurrency": 2 * (psutil.cpu_count() or 1)},
             workspace={"keep": "none"},
         )
-        for file, content in (("plain.py", PLAIN), ("sdk.py", OPENAI), ("grading.py", GRADER)):
+        for file, content in (("plain.py", PLAIN), ("agents.py", AGENTS_FILE.read_text()), ("grading.py", GRADER)):
             (folder / file).write_text(content)
         with child(leyden("gateway", str(run_file)), folder / "gateway.log"):
             gateway_url(folder / "run")
@@ -179,10 +197,27 @@ def scenario(name: str, engine: str, count: int) -> list[Any]:
                     raise
 
 
+def compare(engine: str, count: int, rounds: int) -> list[list[Any]]:
+    """Rates of the same agent class under Leyden and under Agent Lightning, in turns, and their ratios."""
+    rows = []
+    for number in range(rounds):
+        ours = scenario("openai", engine, count)[2]
+        theirs = []
+        for settings in ({}, {"poll_interval": 0.1}):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                reference.agent_lightning(Path(folder) / "agl", engine, **settings) as running,
+            ):
+                theirs.append(count / running.finish(count))
+        rows.append([number + 1, ours, *theirs, ours / theirs[0], ours / theirs[1]])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, default=100)
     parser.add_argument("--only", choices=AGENTS, action="append")
+    parser.add_argument("--rounds", type=int, default=2, help="of the comparison with Agent Lightning; 0: none")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
@@ -199,8 +234,15 @@ def main() -> None:
         for name in arguments.only or AGENTS:
             count = min(FRESH_ROLLOUTS, arguments.rollouts) if name == "mini-fresh" else arguments.rollouts
             rows.append(scenario(name, engine, count))
-    columns = ["agent", "rollouts", "per second", "CPU s per run", "start ms p50", "start ms max"]
-    report("launch", columns, rows)
+        columns = ["agent", "rollouts", "per second", "CPU s per run", "start ms p50", "start ms max"]
+        report("launch", columns, rows)
+        if arguments.rounds and not arguments.only:
+            if reference.install():
+                compared = compare(engine, arguments.rollouts, arguments.rounds)
+                columns = ["round", "Leyden per s", "Agent Lightning", "with 0.1 s polls", "ratio", "ratio"]
+                report("launch-reference", columns, compared)
+            else:
+                print("no Python 3.12 here: Agent Lightning is not measured")
 
 
 if __name__ == "__main__":

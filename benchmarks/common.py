@@ -29,11 +29,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def child(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def child(
+    command: list[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the benchmark, ended with it. Its output goes to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
     try:
         yield process
     finally:

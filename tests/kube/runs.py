@@ -95,7 +95,7 @@ class Run:
 
     async def until(self, condition: Any, limit_s: float = 60) -> Any:
         async with asyncio.timeout(limit_s):
-            while not (found := await asyncio.to_thread(condition)):
+            while not (found := await asyncio.to_thread(condition)):  # noqa: ASYNC110  (asks the cluster)
                 await asyncio.sleep(0.2)
         return found
 

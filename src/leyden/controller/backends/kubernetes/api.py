@@ -237,6 +237,11 @@ class KubernetesApi:
             response.close()
         return kept.decode("utf-8", "replace")
 
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        return str(self._client.configuration.host)
+
     async def version(self) -> str:
         """The API server's version, such as v1.31.2."""
         return str((await self._json("GET", "/version"))["gitVersion"])

@@ -59,6 +59,7 @@ LOOK_S = 1.0
 MINUTE_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MOST_LOG_BYTES = 2**20
+NO_LOG = "unable to retrieve container logs"  # a kubelet says so with status 200
 
 
 class KubernetesBackend:
@@ -138,10 +139,15 @@ class KubernetesBackend:
             if reason == CANCELLED:
                 self._delete(job_id, name, uid)
             else:
-                self._spawn(lambda: self._api.kill_job(name, reason, time.time()))
+                self._spawn(lambda: self._kill(job_id, name, reason))
         if job_id in self._mine and (reason == CANCELLED or job is None):
             now = time.time()
             self._end(job_id, Exit(None, None, now, now, killed=reason))
+
+    async def _kill(self, job_id: str, name: str, reason: str) -> None:
+        """What a pod printed goes with it, so it is read before."""
+        await self._keep_log(job_id)
+        await self._api.kill_job(name, reason, time.time())
 
     def find(self, rollout: Rollout) -> Attempt:
         rollout_id, number = rollout.rollout_id, rollout.attempt
@@ -258,14 +264,17 @@ class KubernetesBackend:
         paths = launch.attempt_paths(self._config.run_dir, rollout_id, int(number))
         target = paths.grade_log if grader else paths.harness_log
         container = "grader" if grader else "harness"
-        printed = "the pod was gone before its log was read\n"
+        printed, read = "the pod was gone before its log was read\n", False
         if pod is not None:
             try:
                 lines = self._config.kubernetes.log_lines
                 name = pod["metadata"]["name"]
                 printed = await self._api.log(name, container, tail_lines=lines, limit_bytes=MOST_LOG_BYTES)
+                read = not printed.startswith(NO_LOG)
             except ClusterError as error:
                 printed = f"the log could not be read: {error}\n"
+        if target.exists() and not read:
+            return
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         target.write_text(redacted(printed), encoding="utf-8", errors="replace")
 

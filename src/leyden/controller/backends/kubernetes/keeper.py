@@ -221,10 +221,12 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
         raise KeeperError("the pod needs shareProcessNamespace: true")
     if not Watch("/proc", os.path.dirname(archive), os.getpid(), asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
+    print("the harness is gone", flush=True)
     packed = pack(workspace, archive, most_bytes)
+    print(packed, flush=True)
     until = time.monotonic() + (save_s if asked_to_end else UPLOAD_S)
     upload(archive, until)
-    print(packed)
+    print("handed in")
 
 
 def ready(folder: str, proc: str, own: int, sleep: Callable[[float], None] = time.sleep) -> None:

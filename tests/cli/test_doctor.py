@@ -119,7 +119,7 @@ async def test_a_run_that_is_well(make, tmp_path):
     checkup = await examine(make(grader={"function": "grade:good"}))
     assert [f.line for f in checkup.findings if f.level is not Level.OK] == []
     assert list(levels(checkup)) == [
-        *("folder", "data", "templates", "renderer", "engine", "address", "gateway", "keys", "harness", "grader")
+        *("folder", "data", "templates", "renderer", "engine", "address", "own gateway", "keys", "harness", "grader")
     ]
     assert of(checkup, "data").what == "2 tasks in train.jsonl"
     assert of(checkup, "harness").what == "model calls: 1 openai-chat; exit 0"
@@ -222,7 +222,7 @@ async def test_a_model_without_a_tokenizer(make, tmp_path):
     checkup = await examine(make(model={"path": str(tmp_path)}))
     assert of(checkup, "renderer").level is Level.PROBLEM
     assert "has no tokenizer.json that loads" in of(checkup, "renderer").what
-    assert [of(checkup, check).level for check in ("gateway", "harness", "grader")] == [Level.SKIPPED] * 3
+    assert [of(checkup, check).level for check in ("own gateway", "harness", "grader")] == [Level.SKIPPED] * 3
 
 
 async def test_a_model_of_another_family(make):
@@ -286,31 +286,31 @@ async def test_a_gateway_in_use(make, tmp_path, tokenizer_path, renderer):
     other.mkdir()
     async with serving(make_config(other, tokenizer_path), renderer) as gateway:
         checkup = await examine(make(), f"gateway.url={gateway.url}", secret=SECRET)
-        assert [f.what for f in checkup.findings if f.check in ("gateway", "keys")][2:] == [
+        assert [f.what for f in checkup.findings if f.check in ("gateway", "keys")][:2] == [
             f"{gateway.url} answers and takes this run's control key",
             "17 calls without a key, with a wrong one or one of another scope are refused",
         ]
         assert gateway.engine.requests == []
         assert await gateway.client.rollouts() == ([], 0)
         checkup = await examine(make(), f"gateway.url={gateway.url}", secret=b"x" * 32)
-        assert checkup.findings[-1].line == (
+        assert of(checkup, "gateway").line == (
             f"problem  gateway      {gateway.url} refuses this run's control key: the key was not issued by this run; "
             "use the one given as LEYDEN_KEY; set LEYDEN_SECRET to the secret that the gateway was started with"
         )
         checkup = await examine(make(), f"gateway.url={gateway.url}")
-        assert checkup.findings[-1].advice == (
+        assert of(checkup, "gateway").advice == (
             f"set LEYDEN_SECRET to the secret that the gateway at {gateway.url} was started with"
         )
     checkup = await examine(make(), f"gateway.url={gateway.url}", secret=SECRET)
-    assert checkup.findings[-1].what.startswith(f"{gateway.url} does not answer: Cannot connect to host ")
+    assert of(checkup, "gateway").what.startswith(f"{gateway.url} does not answer: Cannot connect to host ")
 
 
 async def test_something_else_where_the_gateway_should_be(make):
     fake = FakeVllm()
     async with listening(fake):
         checkup = await examine(make(), f"gateway.url={fake.url}", secret=SECRET)
-    assert checkup.findings[-1].what == f"{fake.url} answers 404 to GET /api/models: 404: Not Found"
-    assert checkup.findings[-1].advice == "is it a gateway of this version?"
+    assert of(checkup, "gateway").what == f"{fake.url} answers 404 to GET /api/models: 404: Not Found"
+    assert of(checkup, "gateway").advice == "is it a gateway of this version?"
 
 
 def test_a_gateway_that_lets_too_much_through():

@@ -13,17 +13,22 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
-from leyden.doctor import access, engines, model, run_file
+from leyden.doctor import access, cluster, engines, model, run_file
 from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.findings import Finding, Level, ok, problem, skipped
+from leyden.doctor.place import Place, address_towards, place_of
 from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, rehearsal
 from leyden.errors import LeydenError
 from leyden.gateway.app import check_address, listen
 from leyden.gateway.render import ModelRenderer
 from leyden.types import Json
+
+if TYPE_CHECKING:
+    from leyden.controller.backends.kubernetes.api import KubernetesApi
 
 log = logging.getLogger(__name__)
 CHECK_S = 60.0
@@ -60,15 +65,24 @@ class Checkup:
                 self._add(ok("folder", f"{self.config.run_dir} can be written"))
             if folder is not None:
                 await self._in(folder)
-        if self.config.gateway.url:
-            await self._gateway_in_use(self.config.gateway.url)
 
     async def _in(self, folder: Path) -> None:
         task = await self._tasks(folder)
         renderer = await self._model()
         async with self._checking("engine"):
             self._add(*await engines.check_engines(self.config))
-        await self._rehearse(folder, task, renderer)
+        if self.config.gateway.url:
+            await self._gateway_in_use(self.config.gateway.url)
+        else:
+            async with self._checking("address"):
+                self._add(check_listening(self.config, self.secret))
+        if renderer is None and self.config.engine.render == "gateway":
+            self._skip("it needs the renderer", "own gateway", "harness", "grader")
+        elif self.config.controller.backend == "kubernetes":
+            await self._in_cluster(folder, task, renderer)
+        else:
+            async with self._checking("own gateway", None), self._own_gateway(folder, renderer, Place()) as own:
+                await self._run_one(own, task, folder)
 
     def _keeps(self) -> bool:
         return self.kept is not None
@@ -104,22 +118,67 @@ class Checkup:
                 self._add(model.check_template(self.config, renderer, template))
         return renderer
 
-    async def _rehearse(self, folder: Path, task: Json | None, renderer: ModelRenderer | None) -> None:
-        """A gateway of our own, and in front of it the harness and the grader."""
-        if not self.config.gateway.url:
-            async with self._checking("address"):
-                self._add(check_listening(self.config, self.secret))
-        if renderer is None and self.config.engine.render == "gateway":
-            self._add(*(skipped(check, "it needs the renderer") for check in ("gateway", "harness", "grader")))
-            return
-        async with self._checking("gateway", None), rehearsal(self.config, renderer, folder, self.patience_s) as own:
-            self._add(ok("gateway", f"one starts and answers at {own.url}"))
+    @contextlib.asynccontextmanager
+    async def _own_gateway(
+        self, folder: Path, renderer: ModelRenderer | None, place: Place
+    ) -> AsyncIterator[Rehearsal]:
+        """A gateway of our own, and who may call it."""
+        self.live("own gateway")
+        async with rehearsal(self.config, renderer, folder, self.patience_s, place) as own:
+            self._add(ok("own gateway", f"one starts and answers at {own.url}"))
             self._add(access.judge_keys(await access.ask(own.url, access.REFUSALS, own.secret)))
-            await self._run_one(own, task, folder)
+            yield own
+
+    async def _in_cluster(self, folder: Path, task: Json | None, renderer: ModelRenderer | None) -> None:
+        """The cluster, then one pod with the run's images, then harness and grader as Jobs."""
+        async with self._checking("cluster", None), await cluster.connect(self.config) as api:
+            server = await cluster.check_server(api)
+            self._add(server)
+            if server.level is not Level.OK:
+                return
+            rights = await cluster.check_rights(api.namespace, api.allowed)
+            self._add(rights)
+            if rights.level is not Level.OK or task is None:
+                self._skip("it needs rights and a task", "image", "reach", "pod key", "egress", "harness", "grader")
+                return
+            place = place_of(self.config, address_towards(api.server))
+            async with self._own_gateway(folder, renderer, place) as own:
+                if await self._pod(api, own, task):
+                    await self._run_one(own, task, folder)
+                else:
+                    self._skip("pods cannot call the doctor's gateway", "harness", "grader")
+
+    async def _pod(self, api: KubernetesApi, own: Rehearsal, task: Json) -> bool:
+        """Whether a pod of this run starts, and reaches our gateway with a key."""
+        from leyden.doctor import probing
+
+        settings, ours = self.config.kubernetes, False
+        targets = {own.pods_url: cluster.agent_key(own.secret)}
+        theirs = settings.gateway_url or self.config.gateway.url
+        if self.config.gateway.url and theirs and self.secret:
+            targets, ours = {theirs: cluster.agent_key(self.secret), **targets}, True
+        reaches = False
+        async with self._checking("image", self.config.controller.start_timeout_s + MARGIN_S):
+            made = probing.prepare(self.config, api.namespace, task, targets)
+            probed = await probing.run_probe(
+                api,
+                made,
+                image_wait_s=settings.image_wait_s,
+                patience_s=self.patience_s,
+                limit_s=self.config.controller.start_timeout_s,
+            )
+            self._add(cluster.judge_images(probed))
+            for url in targets:
+                found = cluster.judge_reach(probed, url, ours=ours and url == own.pods_url)
+                self._add(*found)
+                reaches = all(f.level is Level.OK for f in found)
+            labels = made.job["spec"]["template"]["metadata"]["labels"]
+            self._add(cluster.judge_egress(probed, await cluster.policies(api), labels))
+        return reaches
 
     async def _run_one(self, own: Rehearsal, task: Json | None, folder: Path) -> None:
         if task is None:
-            self._add(*(skipped(check, "it needs a task") for check in ("harness", "grader")))
+            self._skip("it needs a task", "harness", "grader")
             return
         async with self._checking("harness", self.patience_s + MARGIN_S):
             seen = await own.run(task, self.patience_s)
@@ -139,6 +198,9 @@ class Checkup:
             self._add(finding)
             if finding.level is Level.OK:
                 self._add(access.judge_keys(await access.ask(url, access.REFUSALS, self.secret)))
+
+    def _skip(self, why: str, *checks: str) -> None:
+        self._add(*(skipped(check, why) for check in checks))
 
     def _add(self, *findings: Finding) -> None:
         for finding in findings:

@@ -13,17 +13,19 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leyden.client import ControlClient
 from leyden.client.keys import control_key
 from leyden.client.records import Rollout
-from leyden.config import EngineConfig, GatewayConfig, RunConfig
+from leyden.config import EngineConfig, RunConfig
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.loop import run_controller
 from leyden.doctor.access import error_text
 from leyden.doctor.findings import Finding, ok, problem, skipped
+from leyden.doctor.place import Place, free_port
 from leyden.doctor.stand_in import StandIn
 from leyden.gateway.app import build
 from leyden.gateway.render import ModelRenderer
@@ -68,10 +70,11 @@ class Rehearsed:
 
 
 class Rehearsal:
-    """A gateway at `url` with the keys of `secret`."""
+    """A gateway at `url`, for pods at `pods_url`, with the keys of `secret`."""
 
-    def __init__(self, config: RunConfig, url: str, secret: bytes, refusals: Refusals) -> None:
+    def __init__(self, config: RunConfig, url: str, pods_url: str, secret: bytes, refusals: Refusals) -> None:
         self.url = url
+        self.pods_url = pods_url
         self.secret = secret
         self._config = config
         self._refusals = refusals
@@ -130,21 +133,23 @@ async def _wait_until_over(client: ControlClient, rollout_id: str) -> None:
 
 @contextlib.asynccontextmanager
 async def rehearsal(
-    config: RunConfig, renderer: ModelRenderer | None, folder: Path, limit_s: float
+    config: RunConfig, renderer: ModelRenderer | None, folder: Path, limit_s: float, place: Place
 ) -> AsyncIterator[Rehearsal]:
-    """A gateway of the run file's settings in `folder`, on loopback, with a stand-in for the engine."""
+    """A gateway of the run file's settings in `folder`, with a stand-in for the engine."""
     settings = rehearsed(config, folder, limit_s)
     secret = secrets.token_bytes(32)
     app = build(settings, secret, renderer=renderer, engine=StandIn(renderer))
     refusals = Refusals(app)
-    async with serve(refusals) as url:
+    async with serve(refusals, place.host, free_port(place.host, place.port)) as url:
         async with ControlClient(url, control_key(secret)) as client:
             model = settings.model
             await client.put_model(
                 model.name, engines=["stand-in"], version=0, lineage="doctor", context_tokens=model.context_tokens
             )
         try:
-            yield Rehearsal(settings, url, secret, refusals)
+            pods_url = place.url(urlsplit(url).port or 0)
+            own = settings.kubernetes.model_copy(update={"gateway_url": pods_url})
+            yield Rehearsal(settings.model_copy(update={"kubernetes": own}), url, pods_url, secret, refusals)
         finally:
             app.state.turns.closing = True
             app.state.feed.close()
@@ -158,15 +163,15 @@ def rehearsed(config: RunConfig, folder: Path, limit_s: float) -> RunConfig:
         "max_turns": min(harness.max_turns, MOST_TURNS),
         "timeout_s": min(harness.timeout_s, limit_s / 2),
     }
-    grader = config.grader
+    grader, one_at_a_time = config.grader, {"start": True, "concurrency": 1, "start_timeout_s": limit_s}
     return config.model_copy(
         update={
             "run_dir": folder,
             "harness": harness.model_copy(update=fewer),
             "grader": grader.model_copy(update={"max_tries": 1, "timeout_s": min(grader.timeout_s, limit_s / 2)}),
-            "gateway": GatewayConfig(max_body_bytes=config.gateway.max_body_bytes),
+            "gateway": config.gateway.model_copy(update={"url": None}),
             "engine": EngineConfig(kind=config.engine.kind, render=config.engine.render),
-            "controller": config.controller.model_copy(update={"start": True, "concurrency": 1}),
+            "controller": config.controller.model_copy(update=one_at_a_time),
             "workspace": config.workspace.model_copy(update={"keep": "all"}),
         }
     )

@@ -37,19 +37,37 @@ def check_data(config: RunConfig) -> tuple[list[Finding], Json | None]:
 
 def check_templates(config: RunConfig, task: Json, folder: Path, parent: Mapping[str, str]) -> Finding:
     """Command, environment and workspace of the first task. `folder` gets an attempt; `parent` is the environment."""
-    settings = config.model_copy(update={"run_dir": folder})
-    paths = AttemptPaths(folder / "attempts" / ROLLOUT / "1")
     try:
-        launch.harness(settings, URL, "key", ROLLOUT, 1, task, parent)
-        if not config.grader.harness:
-            launch.grader(settings, URL, "key", ROLLOUT, 1, task, 1, parent, "python")
-        workspace.prepare(settings, ROLLOUT, task, paths)
+        if config.controller.backend == "kubernetes":
+            _render_manifests(config, task)
+        else:
+            _render_local(config.model_copy(update={"run_dir": folder}), task, parent)
     except LaunchError as error:
         advice = f"the first task has the fields {', '.join(sorted(task)) or 'none'}"
         return problem("templates", f"the first task cannot be launched: {error}", advice)
+    return ok("templates", _rendered(config))
+
+
+def _render_local(config: RunConfig, task: Json, parent: Mapping[str, str]) -> None:
+    paths = AttemptPaths(config.run_dir / "attempts" / ROLLOUT / "1")
+    try:
+        launch.harness(config, URL, "key", ROLLOUT, 1, task, parent)
+        if not config.grader.harness:
+            launch.grader(config, URL, "key", ROLLOUT, 1, task, 1, parent, "python")
+        workspace.prepare(config, ROLLOUT, task, paths)
     finally:
         workspace.remove(paths.root)
-    return ok("templates", _rendered(config))
+
+
+def _render_manifests(config: RunConfig, task: Json) -> None:
+    from leyden.controller.backends.kubernetes.manifest import manifest
+    from leyden.controller.backends.kubernetes.programs import Programs, pods
+    from leyden.doctor.probing import claim_of
+
+    claim, programs, settings = claim_of(ROLLOUT, task), Programs(config, ROLLOUT, URL), pods(config, "default")
+    manifest(settings, programs.harness(claim))
+    if not config.grader.harness:
+        manifest(settings, programs.grader(claim.rollout, "", 1, b"", {}))
 
 
 def _rendered(config: RunConfig) -> str:
@@ -58,6 +76,8 @@ def _rendered(config: RunConfig) -> str:
         parts.append(f"{len(config.harness.env)} variables")
     if config.grader.command:
         parts.append("grader command")
+    if config.controller.backend == "kubernetes":
+        parts.append("Job")
     if config.workspace.template or config.workspace.files:
         parts.append("workspace")
     return f"{', '.join(parts)} of the first task"

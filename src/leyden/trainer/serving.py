@@ -15,13 +15,11 @@ POLL_S = 0.01
 
 
 @contextlib.asynccontextmanager
-async def serve(app: Any, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    """Serve `app` on a free port and give its URL. The port is bound before anything is started, so it is
-    ours.
-    """
+async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve `app` and give its URL. The port (0: a free one) is bound before anything is started, so it is ours."""
     import uvicorn
 
-    with socket.create_server((host, 0), backlog=2048) as listener:
+    with socket.create_server((host, port), backlog=2048) as listener:
         port = listener.getsockname()[1]
         server = _without_signals(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))

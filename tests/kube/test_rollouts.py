@@ -136,6 +136,7 @@ async def test_an_api_server_that_is_away_for_half_a_minute(place: Place) -> Non
         await asyncio.to_thread(it.cluster.up)
         assert brief(await it.ended(ids, 240)) == [(SUCCEEDED, None, 1.0, 1)] * 6
         await it.nothing_left()
+        await asyncio.to_thread(it.cluster.up)  # what gave up meanwhile
 
 
 async def test_two_controllers_share_a_run(place: Place) -> None:

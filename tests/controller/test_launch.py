@@ -9,6 +9,7 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
+from leyden.controller.backends.leyden_launcher.huge_pages import areas
 from leyden.controller.launch import attempt_paths
 from leyden.controller.templates import render
 from leyden.errors import LaunchError
@@ -183,3 +184,16 @@ def test_remove_opens_folders_without_write_permission(tmp_path: Path) -> None:
     (tmp_path / "w/deep").chmod(0o500)
     workspace.remove(tmp_path / "w")
     assert not (tmp_path / "w").exists()
+
+
+def test_areas_for_huge_pages() -> None:
+    """Only anonymous, private, writable memory, and of that what is aligned to 2 MiB."""
+    maps = """\
+00400000-00c00000 rw-p 00000000 fe:00 17      /usr/bin/python
+55500000-55d00001 rw-p 00000000 00:00 0       [heap]
+70000000-70200000 r--p 00000000 00:00 0
+70200000-70400000 rw-p 00000000 00:00 0
+70500000-706fffff rw-p 00000000 00:00 0
+7ff00000-80500000 rw-p 00000000 00:00 0       [stack]
+"""
+    assert areas(maps) == [(0x55600000, 0x600000), (0x70200000, 0x200000)]

@@ -48,6 +48,7 @@ from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)
 RESYNC_S = 30.0
+GATHER_S = 0.02  # what changes in this time comes in one answer of the feed; most of it this controller did itself
 STOP_ACTIONS_S = 5.0
 STOP_REPORT_S = 10.0
 PAGE = 1000
@@ -154,6 +155,8 @@ class Controller:
                     controller=self._limits.controller_id,
                 )
                 self._board.absorb(rollouts)
+                self._wake.set()
+                await asyncio.sleep(GATHER_S)
                 if time.monotonic() > synced + RESYNC_S:
                     await self._snapshot()
                     synced = time.monotonic()

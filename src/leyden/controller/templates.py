@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError, nodes
@@ -31,17 +32,30 @@ def render_strictly(
     filters: Mapping[str, Callable[..., Any]] | None = None,
 ) -> str:
     """The same, but a name that is not known raises jinja2's UndefinedError. `finalize` sees each value printed."""
-    sandbox = _sandbox()
-    sandbox.finalize = finalize
-    sandbox.filters.update(filters or {})
     try:
-        _check_loops(sandbox.parse(text))
-        template: Template = sandbox.from_string(text)
+        template = _compiled(text, finalize, filters) if finalize or filters else _compiled_once(text)
         return _bounded(template, known)
     except UndefinedError:
         raise
     except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise LaunchError(f"{name}: the template {text[:200]!r} cannot be rendered: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _compiled_once(text: str) -> Template:
+    """The run file's own templates are the same for every attempt."""
+    return _compiled(text, None, None)
+
+
+def _compiled(
+    text: str, finalize: Callable[[Any], Any] | None, filters: Mapping[str, Callable[..., Any]] | None
+) -> Template:
+    sandbox = _sandbox()
+    sandbox.finalize = finalize
+    sandbox.filters.update(filters or {})
+    _check_loops(sandbox.parse(text))
+    template: Template = sandbox.from_string(text)
+    return template
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from .files import log, read_json, write_json
+from .huge_pages import use_huge_pages
 from .job import Job
 from .processes import fork, threads
 
@@ -138,6 +139,7 @@ def console_scripts() -> dict[str, tuple[str, str]]:
 
 
 def freeze() -> None:
-    """Keep the collector away from what is shared with forks, so that their pages stay shared."""
+    """Keep the collector away from what is shared with forks, so that their pages stay shared; make forks cheap."""
     gc.collect()
     gc.freeze()
+    use_huge_pages()

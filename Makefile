@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube kube-smoke check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -16,6 +16,7 @@ help:
 	@echo "make vllm             tests on a real vLLM on CPU (installs it in ~/.cache/leyden/vllm, once)"
 	@echo "make vllm-smoke       the shortest of them"
 	@echo "make chaos            1,000 rollouts of mixed kinds while the controller is killed again and again"
+	@echo "make kube-smoke       the shortest of those on Kubernetes (below)"
 	@echo "make kube             tests on a real Kubernetes cluster: a local one (root, Debian 12), or that of KUBECONFIG"
 	@echo "make check            lint, types, layers"
 	@echo "make base             make the demo's base model again ($(DEMO)/base)"
@@ -55,6 +56,9 @@ vllm-smoke: $(STAMP)
 
 chaos: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -s -m chaos tests/controller
+
+kube-smoke: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" LEYDEN_KUBE_ROLLOUTS=4 scripts/test -m kube tests/kube/test_rollouts.py -k many
 
 kube: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m kube tests/kube

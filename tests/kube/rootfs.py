@@ -31,9 +31,9 @@ NEVER_READ = "litellm/proxy/_experimental/"
 NOT_IN_PODS = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "site-packages"}
 
 
-def packages_layer(cache: Path, roots: Iterable[str], busybox: Path) -> Path:
+def packages_layer(cache: Path, roots: Iterable[str], busybox: Path, left_out: frozenset[str] = LEFT_OUT) -> Path:
     """A tar file with the interpreter, busybox and the packages that `roots` need, made once."""
-    found = distributions(roots)
+    found = distributions(roots, left_out)
     names = [f"{d.metadata['Name']}=={d.version}" for d in found]
     facts = "\n".join([sys.version, sys.base_prefix, Path(__file__).read_text(), *sorted(names)])
     layer = cache / f"packages-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.tar"
@@ -64,15 +64,15 @@ def leyden_layer(folder: Path) -> Path:
     return folder
 
 
-def distributions(roots: Iterable[str]) -> list[metadata.Distribution]:
-    """The installed packages `roots` and what they require here, without LEFT_OUT and Leyden itself."""
+def distributions(roots: Iterable[str], left_out: frozenset[str] = LEFT_OUT) -> list[metadata.Distribution]:
+    """The installed packages `roots` and what they require here, without `left_out` and Leyden itself."""
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(root, "") for root in roots]
     while waiting:
         written, extra = waiting.pop()
         name = re.sub(r"[-_.]+", "-", written).lower()
-        if (name, extra) in seen or name in LEFT_OUT:
+        if (name, extra) in seen or name in left_out:
             continue
         seen.add((name, extra))
         distribution = found[name] = metadata.distribution(name)

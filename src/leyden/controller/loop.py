@@ -48,7 +48,7 @@ from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)
 RESYNC_S = 30.0
-GATHER_S = 0.02  # what changes in this time comes in one answer of the feed; most of it this controller did itself
+GATHER_S = 0.01  # what changes in this time comes in one answer of the feed; most of it this controller did itself
 STOP_ACTIONS_S = 5.0
 STOP_REPORT_S = 10.0
 PAGE = 1000

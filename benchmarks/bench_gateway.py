@@ -2,15 +2,15 @@
 
     make bench-gateway        or: python benchmarks/bench_gateway.py [--seconds 5]
 
-`render: gateway`: tokenising is part of the gateway's figures. The scenarios are one call of about 200 prompt tokens,
-one of about 20,000, and conversations of 30 turns that grow to about 20,000; each answer has 200 tokens.
+The scenarios are one call of about 200 prompt tokens, one of about 20,000, and conversations of 30 turns that grow to
+about 20,000; each answer has 200 tokens. With `render: gateway` tokenising is part of the gateway's figures; with
+`render: engine` the prompt's ids come from the engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import statistics
 import sys
@@ -24,8 +24,11 @@ import aiohttp
 import psutil
 
 from common import MODEL, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
+from fake_engine import CHARS
 from leyden.client import ControlClient, control_key, read_or_create_secret
 
+WARM_UP = 20
+MOST_PER_SECOND = 400  # calls; a scenario whose rollouts are used up ends early
 HERE = Path(__file__).resolve().parent
 WORDS = "fix the function in web.py so that its test passes, then run python3 web_test.py once more. "
 
@@ -35,17 +38,17 @@ def text(tokens: int, tokens_per_word_block: int) -> str:
 
 
 class Rollouts:
-    """Running rollouts with their keys, one after another."""
+    """Running rollouts with their keys."""
 
     def __init__(self, client: ControlClient) -> None:
         self._client = client
         self._slot = 0
 
-    async def key(self) -> str:
+    async def keys(self, count: int) -> list[str]:
         self._slot += 1
-        spec = {"kind": "train", "step": 0, "slot": self._slot, "size": 1, "task": {}}
+        spec = {"kind": "train", "step": 0, "slot": self._slot, "size": count, "task": {}}
         (group,) = await self._client.create_groups([spec])
-        return (await self._client.claim(group.rollouts[0].rollout_id, "bench")).agent_key
+        return [(await self._client.claim(rollout.rollout_id, "bench")).agent_key for rollout in group.rollouts]
 
 
 async def call(session: aiohttp.ClientSession, url: str, key: str, messages: list[Any]) -> tuple[float, Any]:
@@ -61,17 +64,15 @@ async def call(session: aiohttp.ClientSession, url: str, key: str, messages: lis
     return time.perf_counter() - start, answer["choices"][0]["message"]
 
 
-async def single(rollouts: Rollouts, session: aiohttp.ClientSession, url: str, size: str) -> AsyncIterator[float]:
-    for number in itertools.count():
-        if number % 30 == 0:
-            key = await rollouts.key()
+async def single(session: aiohttp.ClientSession, url: str, keys: list[str], size: str) -> AsyncIterator[float]:
+    """The first call of one rollout after another."""
+    for number, key in enumerate(keys):
         seconds, _ = await call(session, url, key, [{"role": "user", "content": f"{number} {size}"}])
         yield seconds
 
 
-async def conversation(rollouts: Rollouts, session: aiohttp.ClientSession, url: str, step: str) -> AsyncIterator[float]:
-    while True:
-        key = await rollouts.key()
+async def conversation(session: aiohttp.ClientSession, url: str, keys: list[str], step: str) -> AsyncIterator[float]:
+    for key in keys:
         messages: list[Any] = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": step}]
         for _ in range(30):
             seconds, reply = await call(session, url, key, messages)
@@ -80,33 +81,36 @@ async def conversation(rollouts: Rollouts, session: aiohttp.ClientSession, url: 
 
 
 async def measure(
-    calls: AsyncIterator[float], process: psutil.Process, seconds: float, at_least: int
+    calls: AsyncIterator[float], process: psutil.Process, seconds: float
 ) -> tuple[int, float, list[float]]:
-    """(calls, CPU seconds of the gateway, latencies): for `seconds`, and at least so many calls."""
-    await anext(calls)
+    """(calls, CPU seconds of the gateway, latencies) of `seconds`, after a warm-up of 20 calls."""
+    for _ in range(WARM_UP):
+        await anext(calls)
     before, start, latencies = process.cpu_times(), time.perf_counter(), []
     async for latency in calls:
         latencies.append(latency)
-        if time.perf_counter() - start > seconds and len(latencies) >= at_least:
+        if time.perf_counter() - start > seconds:
             break
     after = process.cpu_times()
     return len(latencies), after.user + after.system - before.user - before.system, latencies
 
 
-async def run(url: str, engine: str, pid: int, secret: bytes, seconds: float, per_block: int) -> list[list[Any]]:
+async def run(url: str, render: str, pid: int, secret: bytes, seconds: float, per_block: int) -> list[list[Any]]:
     rows = []
     process = psutil.Process(pid)
+    most = int(seconds * MOST_PER_SECOND) + WARM_UP
     async with ControlClient(url, control_key(secret)) as client, aiohttp.ClientSession() as session:
-        await client.put_model("bench", engines=[engine], version=0, lineage="bench", context_tokens=65536)
         rollouts = Rollouts(client)
         scenarios = {
-            "one call, 200 tokens": (single(rollouts, session, url, text(200, per_block)), 1),
-            "one call, 20k tokens": (single(rollouts, session, url, text(20_000, per_block)), 1),
-            "30 turns to 20k tokens": (conversation(rollouts, session, url, text(450, per_block)), 120),
+            f"{render}: one call, 200 tokens": single(session, url, await rollouts.keys(most), text(200, per_block)),
+            f"{render}: one call, 20k tokens": single(session, url, await rollouts.keys(most), text(20_000, per_block)),
         }
-        for name, (calls, at_least) in scenarios.items():
+        if render == "gateway":
+            keys = await rollouts.keys(most // 30 + 1)
+            scenarios["gateway: 30 turns to 20k tokens"] = conversation(session, url, keys, text(450, per_block))
+        for name, calls in scenarios.items():
             memory = process.memory_info().rss
-            count, cpu_s, latencies = await measure(calls, process, seconds, at_least)
+            count, cpu_s, latencies = await measure(calls, process, seconds)
             latencies.sort()
             grown = (process.memory_info().rss - memory) / count / 1024
             p50, p99 = statistics.median(latencies), latencies[int(0.99 * (count - 1))]
@@ -120,22 +124,30 @@ def tokens_per_block(model: Path) -> int:
     return len(Tokenizer.from_file(str(model / "tokenizer.json")).encode(WORDS).ids)
 
 
+def measured(folder: Path, render: str, seconds: float) -> list[list[Any]]:
+    """The rows of one way to render, with a gateway and an engine of its own."""
+    port = free_port()
+    engine = f"http://127.0.0.1:{port}"
+    kind = "vllm" if render == "engine" else "leyden"
+    run_file = write_run_file(folder, engine={"kind": kind, "urls": [engine], "render": render})
+    per_block = len(WORDS) // CHARS if render == "engine" else tokens_per_block(MODEL)
+    with child([sys.executable, str(HERE / "fake_engine.py"), str(port)], folder / "engine.log"):
+        wait_for(f"{engine}/stats")
+        with child(leyden("gateway", str(run_file)), folder / "gateway.log") as gateway:
+            url = gateway_url(folder / "run")
+            secret = read_or_create_secret(folder / "run")
+            return asyncio.run(run(url, render, gateway.pid, secret, seconds, per_block))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0, help="per scenario")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--render", choices=["gateway", "engine"], help="only this way")
+    arguments = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        run_file = write_run_file(Path(folder))
-        run_dir, port = Path(folder) / "run", free_port()
-        engine = f"http://127.0.0.1:{port}"
-        with (
-            child([sys.executable, str(HERE / "fake_engine.py"), str(port)], Path(folder) / "engine.log"),
-            child(leyden("gateway", str(run_file)), Path(folder) / "gateway.log") as gateway,
-        ):
-            wait_for(f"{engine}/stats")
-            url = gateway_url(run_dir)
-            secret = read_or_create_secret(run_dir)
-            rows = asyncio.run(run(url, engine, gateway.pid, secret, seconds, tokens_per_block(MODEL)))
+        for render in [arguments.render] if arguments.render else ["gateway", "engine"]:
+            rows += measured(Path(folder) / render, render, arguments.seconds)
     columns = ["scenario", "calls", "gateway CPU ms/call", "p50 ms", "p99 ms", "RSS KiB/call"]
     report("gateway", columns, rows)
 

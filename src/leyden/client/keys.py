@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import json
 import math
@@ -85,7 +84,7 @@ def _is_time(value: object) -> bool:
 
 
 def _sign(secret: bytes, body: str) -> str:
-    return _encode(hmac.new(secret, body.encode(), hashlib.sha256).digest())
+    return _encode(hmac.digest(secret, body.encode(), "sha256"))
 
 
 def _encode(data: bytes) -> str:

@@ -115,33 +115,38 @@ def as_promised() -> Iterator[None]:
         raise CaptureError(f"the engine's answer cannot be read: {type(error).__name__}: {error}") from error
 
 
-def sampled_ids(value: Any, limit: int | None = None) -> list[int]:
+def sampled_ids(value: Any) -> list[int]:
     """`value` if it is a list of ids. Raises CaptureError."""
-    if not isinstance(value, list) or not all(type(i) is int and 0 <= i <= LARGEST_ID for i in value):
+    numbers = isinstance(value, list) and set(map(type, value)) <= {int}
+    if not numbers or (value and not 0 <= min(value) <= max(value) <= LARGEST_ID):
         raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
-    if limit is not None and len(value) > limit:
-        raise CaptureError(f"the engine sampled {len(value)} tokens where max_tokens was {limit}")
-    return value
+    ids: list[int] = value
+    return ids
+
+
+def within(generation: Generation, limit: int | None) -> Generation:
+    """`generation` if it is no longer than was asked for. Raises CaptureError."""
+    count = len(generation.token_ids_T)
+    if limit is not None and count > limit:
+        raise CaptureError(f"the engine sampled {count} tokens where max_tokens was {limit}")
+    return generation
 
 
 def prompt_ids(value: Any) -> Ids:
-    """The ids of a prompt. Raises CaptureError."""
-    ids = np.asarray(value) if isinstance(value, list) and value else None
-    if ids is None or ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() > LARGEST_ID:
-        raise CaptureError(
-            "the engine's answer has no prompt_token_ids; it must return the ids that it showed the model"
-        )
-    return ids.astype(np.int32)
+    """The ids of a prompt, from a list or an array. Raises CaptureError."""
+    ids = np.asarray(value)
+    if ids.dtype.kind != "i" or ids.ndim != 1 or not ids.size or not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
+        raise CaptureError("the engine's answer has no prompt_token_ids; it must return the ids it showed the model")
+    return ids.astype(np.int32, copy=False)
 
 
 def finite(logprobs: Any, length: int) -> list[float] | None:
     """`logprobs` if they are `length` log-probs, else None."""
-    if not isinstance(logprobs, list) or len(logprobs) != length:
+    numbers = isinstance(logprobs, list) and set(map(type, logprobs)) <= {float, int}
+    if not numbers or len(logprobs) != length or math.isnan(sum(logprobs)):
         return None
-    for value in logprobs:
-        if not isinstance(value, int | float) or not math.isfinite(value) or not LOWEST_LOGPROB < value <= 1e-6:
-            return None
-    return logprobs
+    possible = not length or LOWEST_LOGPROB < min(logprobs) <= max(logprobs) <= 1e-6
+    return logprobs if possible else None
 
 
 def covering(spans: Iterable[VersionSpan], length: int) -> tuple[VersionSpan, ...]:

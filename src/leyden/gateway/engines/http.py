@@ -27,6 +27,10 @@ class EngineHttp:
 
     async def post(self, url: str, path: str, body: Json) -> Any:
         """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words."""
+        return parsed(url, await self.post_raw(url, path, body))
+
+    async def post_raw(self, url: str, path: str, body: Json) -> bytes:
+        """As `post`, unparsed."""
         try:
             async with self._open().post(url + path, data=orjson.dumps(body)) as response:
                 raw = await response.read()
@@ -34,7 +38,7 @@ class EngineHttp:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
         if status < 300:
-            return _json(url, raw)
+            return raw
         text = f"engine {url} answered {status}: {_message(raw)}"
         if status in WORTH_ANOTHER_TRY or status >= 500:
             raise EngineUnavailable(text, status=status, retry_after_s=_seconds(headers.get("retry-after")))
@@ -66,13 +70,14 @@ class EngineHttp:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers={"content-type": "application/json"},
+                headers={"content-type": "application/json", "accept-encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
         return self._session
 
 
-def _json(url: str, raw: bytes) -> Any:
+def parsed(url: str, raw: bytes) -> Any:
     """JSON, also with the NaN and Infinity that engines write for log-probs, or with half a surrogate pair.
 
     What is none is a broken answer.

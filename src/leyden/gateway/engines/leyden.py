@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from leyden.errors import CaptureError
-from leyden.gateway.engines.base import GenerateRequest, as_promised, covering, finite, sampled_ids
+from leyden.gateway.engines.base import GenerateRequest, as_promised, covering, finite, sampled_ids, within
 from leyden.gateway.engines.http import EngineHttp
 from leyden.types import FinishReason, Generation, VersionSpan
 
@@ -21,7 +21,7 @@ class LeydenEngine:
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
         answer = await self._http.post(url, "/generate", body(request))
         with as_promised():
-            return read(answer, request)
+            return within(read(answer), request.max_tokens)
 
     async def health(self, url: str) -> None:
         await self._http.alive(url, HEALTH_S)
@@ -40,10 +40,10 @@ def body(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-def read(answer: Any, request: GenerateRequest) -> Generation:
-    """The engine's answer, checked. Raises CaptureError when ids are missing, too many, or contradicted by spans."""
+def read(answer: Any) -> Generation:
+    """The engine's answer, checked. Raises CaptureError when ids are missing or contradicted by spans."""
     answer = answer if isinstance(answer, dict) else {}
-    ids = sampled_ids(answer.get("token_ids"), request.max_tokens)
+    ids = sampled_ids(answer.get("token_ids"))
     spans = covering(
         (VersionSpan(int(version), int(length)) for version, length in answer.get("spans") or ()), len(ids)
     )

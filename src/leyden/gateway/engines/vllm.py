@@ -10,8 +10,8 @@ import asyncio
 
 from leyden.errors import CaptureError, EngineRejected, EngineUnavailable, EngineUnsuitable, NotFound
 from leyden.gateway.engines import vllm_wire as wire
-from leyden.gateway.engines.base import ChatAnswer, ChatCall, GenerateRequest, Sampling, as_promised
-from leyden.gateway.engines.http import EngineHttp
+from leyden.gateway.engines.base import ChatAnswer, ChatCall, GenerateRequest, Sampling, as_promised, within
+from leyden.gateway.engines.http import EngineHttp, parsed
 from leyden.types import Generation
 
 HEALTH_S = 10.0
@@ -42,11 +42,13 @@ class VllmEngine:
 
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
         route = await self._route(url)
-        return await self._generate(url, route, request)
+        return within(await self._generate(url, route, request), request.max_tokens)
 
     async def chat(self, url: str, call: ChatCall) -> ChatAnswer:
         await self._route(url)
-        return await self._chat_once(url, call)
+        answer = await self._chat_once(url, call)
+        within(answer.generation, call.sampling.max_tokens)
+        return answer
 
     async def count(self, url: str, call: ChatCall) -> int:
         try:
@@ -70,9 +72,11 @@ class VllmEngine:
 
     async def _chat_once(self, url: str, call: ChatCall) -> ChatAnswer:
         if call.prompt is None:
-            answer = await self._http.post(url, wire.CHAT, wire.chat_body(call, self._model))
+            raw = await self._http.post_raw(url, wire.CHAT, wire.chat_body(call, self._model))
+            rest, apart = wire.ids_apart(raw)
+            answer = parsed(url, rest)
             with as_promised():
-                return wire.read_chat(answer, call)
+                return wire.read_chat(answer, call, apart)
         answer = await self._http.post(url, wire.COMPLETIONS, wire.prompt_body(call, self._model))
         with as_promised():
             return wire.read_prompt(answer, call)
@@ -116,6 +120,8 @@ class VllmEngine:
         try:
             return wire.CHAT, (await self._chat_once(url, _CHAT_PROBE)).generation
         except (CaptureError, EngineRejected) as error:
+            if isinstance(error, EngineRejected) and error.status not in NO_ROUTE:
+                raise
             raise EngineUnsuitable(
                 f"engine {url} gives no token ids for chats: use a version of vLLM whose {wire.CHAT} knows "
                 f"return_token_ids. It said: {error}"

@@ -201,19 +201,20 @@ def compare(engine: str, count: int, rounds: int) -> list[list[Any]]:
     """Rates of the same agent class under Leyden and under Agent Lightning, in turns, and their ratios."""
     rows = []
     for number in range(rounds):
-        as_it_comes = reference_rate(engine, count)
+        as_it_comes, failed = reference_rate(engine, count)
         ours = scenario("openai", engine, count)[2]
-        faster = reference_rate(engine, count, poll_interval=0.1)
-        rows.append([number + 1, as_it_comes, ours, faster, ours / as_it_comes, ours / faster])
+        faster, failed_too = reference_rate(engine, count, poll_interval=0.1)
+        rows.append([number + 1, as_it_comes, ours, faster, ours / as_it_comes, ours / faster, failed + failed_too])
     return rows
 
 
-def reference_rate(engine: str, count: int, **settings: float) -> float:
+def reference_rate(engine: str, count: int, **settings: float) -> tuple[float, int]:
+    """Rollouts per second, and how many failed."""
     with (
         tempfile.TemporaryDirectory() as folder,
         reference.agent_lightning(Path(folder) / "agl", engine, **settings) as running,
     ):
-        return count / running.finish(count)
+        return count / running.finish(count), running.failed
 
 
 def main() -> None:
@@ -242,7 +243,15 @@ def main() -> None:
         if arguments.rounds and not arguments.only:
             if reference.install():
                 compared = compare(engine, arguments.rollouts, arguments.rounds)
-                columns = ["round", "Agent Lightning per s", "Leyden", "the former, 0.1 s polls", "ratio", "ratio"]
+                columns = [
+                    "round",
+                    "Agent Lightning per s",
+                    "Leyden",
+                    "the former, 0.1 s polls",
+                    "ratio",
+                    "ratio",
+                    "its failures",
+                ]
                 report("launch-reference", columns, compared)
             else:
                 print("no Python 3.12 here: Agent Lightning is not measured")

@@ -137,7 +137,7 @@ async def test_a_run_that_is_well(make, tmp_path):
     ],
 )
 async def test_a_harness_that_the_model_never_hears(make, mode, what, advice):
-    """Case L13: no call is told with the variables that a harness should read."""
+    """Case R03: no call is told with the variables that a harness should read."""
     checkup = await examine(make(mode))
     harness = of(checkup, "harness")
     assert harness.level is Level.PROBLEM
@@ -238,6 +238,7 @@ async def test_a_folder_that_cannot_be_made(make, tmp_path):
 
 
 async def test_a_port_that_is_taken_and_an_open_address(make):
+    """Case S05."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         checkup = await examine(make(), f"gateway.port={port}")
@@ -314,7 +315,7 @@ async def test_something_else_where_the_gateway_should_be(make):
 
 
 def test_a_gateway_that_lets_too_much_through():
-    """Case S01: with an agent's key every route but its own is refused."""
+    """With an agent's key every route but its own is refused."""
     answers = [access.Answer(call, call.status) for call in access.REFUSALS]
     assert access.judge_keys(answers).level is Level.OK
     (at,) = [i for i, call in enumerate(access.REFUSALS) if (call.key, call.path) == ("agent", "/api/rollouts")]

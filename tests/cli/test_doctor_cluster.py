@@ -56,6 +56,7 @@ async def test_rights_are_told_by_resource():
 
 
 def test_images():
+    """Cases K05, K08."""
     refused = Probed({"a:1": "ErrImagePull: not found", "b:1": None})
     assert cluster.judge_images(refused).what == "a:1: ErrImagePull: not found"
     blocked = Probed({}, blocked="FailedCreate: exceeded quota")
@@ -116,7 +117,7 @@ def test_which_policies_are_for_agents(spec, restricts):
 
 
 def test_egress():
-    """Case S05: an agent's pod must reach nothing but the gateway."""
+    """An agent's pod must reach nothing but the gateway."""
     closed, opened = answered(200), answered(200, opened=("10.0.0.1:443", "1.1.1.1:443"))
     ours, strange = policy(podSelector={}, egress=[]), policy(podSelector={"matchLabels": {"app": "web"}}, egress=[])
     assert cluster.judge_egress(closed, None, LABELS).level is Level.OK
@@ -157,7 +158,7 @@ def made(**sections: Any) -> Manifest:
 
 
 def test_the_probes_job():
-    """Case S03: no key in clear text. The Job is the run's own, with other programs."""
+    """Case S02: no key in clear text. The Job is the run's own, with other programs."""
     job = made(kubernetes={"keeper_image": "python:3", "grader_image": "grader:1"}).job
     pod = job["spec"]["template"]["spec"]
     assert "lk-a-" not in json.dumps(job)

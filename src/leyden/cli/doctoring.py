@@ -25,8 +25,9 @@ def run_doctor(
     run_file: Path, overrides: list[str] | None, secret: bytes | None, *, as_json: bool, patience_s: float
 ) -> None:
     """Print the findings. Exits with 1 if one is a problem."""
-    if logging.getLogger().level > logging.DEBUG:
-        logging.getLogger("leyden").setLevel(logging.CRITICAL)  # what goes wrong is a finding here
+    if logging.getLogger().level > logging.DEBUG:  # what goes wrong is a finding here
+        for name in ("", "leyden"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     display = Display(Console(stderr=as_json, soft_wrap=True, highlight=False))
 
     def report(finding: Finding) -> None:

@@ -147,6 +147,7 @@ async def test_a_stop_string_ends_the_text_and_keeps_its_tokens(gateway: Gateway
     assert stop in gateway.renderer.decode(two.sampled_T.tolist())
 
 
+@pytest.mark.slow
 async def test_a_caller_that_hangs_up_ends_the_request_in_vllm(gateway: Gateway, vllm: Vllm) -> None:
     """Within 2 s the number of running requests drops; the turn is abandoned."""
     rollout_id, key = await gateway.start_rollout()

@@ -13,9 +13,9 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from leyden.client import read_or_create_secret
 from leyden.config import RunConfig
@@ -85,7 +85,8 @@ def build(
         await http.close()
         store.close()
 
-    app = Starlette(
+    app = _App(
+        {path: ModelEndpoint(protocol, entry) for path, protocol in ROUTES if "{" not in path},
         routes=[
             *_model_routes(entry, config.model.name),
             *(Route(path, _health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
@@ -98,6 +99,18 @@ def build(
     app.state.unwatched = _log_failure
     app.state.feed = feed
     return app
+
+
+class _App(Starlette):
+    """Calls of the model on `straight` paths meet neither routing nor middleware: they are a tenth of a call's cost."""
+
+    def __init__(self, straight: Mapping[str, ASGIApp], **options: Any) -> None:
+        super().__init__(**options)
+        self._straight = straight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        straight = self._straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (straight or super().__call__)(scope, receive, send)
 
 
 class _EngineSide:

@@ -125,7 +125,7 @@ class TurnService:
         node = Node(
             turn_id=turn_id,
             parent=parent,
-            delta_P=np.asarray(prompt.ids[shared:], dtype=np.int32),
+            delta_P=np.array(prompt.ids[shared:], dtype=np.int32),
             sampled_T=np.asarray(generation.token_ids_T, dtype=np.int32),
             key=extend_key(prompt.keys[-1], reply),
             prompt_key=prompt.keys[-1],

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from leyden.trajectory.causes import ForkCause, root_cause, tail_cause
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.types import Ids, Json
@@ -69,10 +67,12 @@ def extended(known: Conversations, prompt_ids: Ids) -> Node | None:
 
 
 def _continues(ids: Ids, start: int, parts: Iterable[Ids]) -> bool:
-    """Whether `ids` holds `parts` one after another from `start` on."""
+    """Whether `ids` holds `parts` one after another from `start` on. Most that differ do so at the ends of a part."""
     for part in parts:
         end = start + len(part)
-        if end > len(ids) or (part.size and ids[end - 1] != part[-1]) or not np.array_equal(ids[start:end], part):
+        if end > len(ids):
+            return False
+        if part.size and (ids[start] != part[0] or ids[end - 1] != part[-1] or not (ids[start:end] == part).all()):
             return False
         start = end
     return True

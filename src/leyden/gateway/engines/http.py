@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import orjson
 
 from leyden.errors import EngineRejected, EngineUnavailable
+from leyden.gateway.engines.connections import Answer, Connections
 from leyden.protocols.checks import loads
 from leyden.types import Json
 
 IDLE_S = 4.0
-CONNECT_S = 10.0
 WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429})
 
 
@@ -23,7 +23,7 @@ class EngineHttp:
     """
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = Connections(IDLE_S)
 
     async def post(self, url: str, path: str, body: Json) -> Any:
         """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words."""
@@ -31,29 +31,22 @@ class EngineHttp:
 
     async def post_raw(self, url: str, path: str, body: Json) -> bytes:
         """As `post`, unparsed."""
-        try:
-            async with self._open().post(url + path, data=orjson.dumps(body)) as response:
-                raw = await response.read()
-                status, headers = response.status, response.headers
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
-        if status < 300:
-            return raw
-        text = f"engine {url} answered {status}: {_message(raw)}"
-        if status in WORTH_ANOTHER_TRY or status >= 500:
-            raise EngineUnavailable(text, status=status, retry_after_s=_seconds(headers.get("retry-after")))
-        raise EngineRejected(text, status=status)
+        answer = await self._request("POST", url, path, orjson.dumps(body))
+        if 200 <= answer.status < 300:
+            return answer.body
+        text = f"engine {url} answered {answer.status}: {_message(answer.body)}"
+        if answer.status in WORTH_ANOTHER_TRY or answer.status >= 500:
+            raise EngineUnavailable(text, status=answer.status, retry_after_s=_seconds(answer.retry_after))
+        raise EngineRejected(text, status=answer.status)
 
     async def get(self, url: str, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises EngineUnavailable if there is no answer within `timeout_s`."""
-        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._open().get(url + path, timeout=limit) as response:
-                return response.status, await response.read()
+            async with asyncio.timeout(timeout_s):
+                answer = await self._request("GET", url, path)
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {url} did not answer GET {path} within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
+        return answer.status, answer.body
 
     async def alive(self, url: str, timeout_s: float) -> None:
         """GET /health. Anything but 5xx will do: not every engine has the route."""
@@ -62,19 +55,13 @@ class EngineHttp:
             raise EngineUnavailable(f"engine {url} answered {status} to GET /health: {_message(body)}", status=status)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        self._connections.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers={"content-type": "application/json", "accept-encoding": "identity"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
-        return self._session
+    async def _request(self, method: str, url: str, path: str, body: bytes = b"") -> Answer:
+        try:
+            return await self._connections.request(method, url, path, body)
+        except OSError as error:
+            raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
 
 
 def parsed(url: str, raw: bytes) -> Any:

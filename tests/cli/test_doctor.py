@@ -265,7 +265,7 @@ async def test_engines_of_the_run_file(make):
             f"engine {fake.url} takes 1000 tokens: start it with --max-model-len 2000, or lower model.context_tokens "
             "in the run file"
         )
-        assert gone.what.startswith("engine http://127.0.0.1:1: Cannot connect to host 127.0.0.1:1")
+        assert gone.what.startswith("engine http://127.0.0.1:1: ")
         assert gone.advice == "engine.urls must name running engines of kind vllm"
         fake.max_model_len = 2000
         checkup = await examine(make(), f"engine={{kind: vllm, urls: [{fake.url}]}}")
@@ -303,7 +303,7 @@ async def test_a_gateway_in_use(make, tmp_path, tokenizer_path, renderer):
             f"set LEYDEN_SECRET to the secret that the gateway at {gateway.url} was started with"
         )
     checkup = await examine(make(), f"gateway.url={gateway.url}", secret=SECRET)
-    assert of(checkup, "gateway").what.startswith(f"{gateway.url} does not answer: Cannot connect to host ")
+    assert of(checkup, "gateway").what.startswith(f"{gateway.url} does not answer: ")
 
 
 async def test_something_else_where_the_gateway_should_be(make):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from leyden.config import RunConfig, parse
 from leyden.controller.backends.kubernetes.manifest import Manifest
-from leyden.doctor import cluster, probe
+from leyden.doctor import cluster, probe, run_file
 from leyden.doctor.findings import Finding, Level
 from leyden.doctor.place import LOOPBACK, Place, address_towards, free_port, place_of
 from leyden.doctor.probing import OTHERS, Probed, finished, prepare, read_pod
@@ -45,6 +46,15 @@ def answered(status: int | None, text: str = "", opened: tuple[str, ...] = ()) -
 
 def lines(findings: list[Finding]) -> list[str]:
     return [f"{f.level}: {f.check}: {f.what}" for f in findings]
+
+
+async def test_without_the_library(monkeypatch, tmp_path):
+    """Templates are rendered without it; the cluster is not reached."""
+    for name in ("kubernetes_asyncio", "leyden.controller.backends.kubernetes.api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run_file.check_templates(config(), {"n": 1}, tmp_path, {}).level is Level.OK
+    with pytest.raises(ConfigError, match=r"pip install 'leyden\[kubernetes\]'"):
+        await cluster.connect(config())
 
 
 async def test_rights_are_told_by_resource():

@@ -18,8 +18,7 @@ from leyden.controller.backends.kubernetes.manifest import manifest
 from leyden.controller.backends.kubernetes.programs import Programs
 from leyden.controller.backends.kubernetes.programs import pods as pods_of
 from leyden.doctor.cluster import RIGHTS, restricts
-from leyden.doctor.probing import claim_of
-from leyden.doctor.run_file import check_data, check_templates
+from leyden.doctor.run_file import check_data, check_templates, claim_of
 from tests.deploy.manifests import DEPLOY, kustomization, objects, one, pods
 
 ALL = objects("base", "doctor")

@@ -98,7 +98,8 @@ def judge_gateway(url: str, answers: Sequence[Answer]) -> Finding:
     for answer in answers:
         if answer.status is None:
             what = f"{url} does not answer: {answer.text}"
-            return problem("gateway", what, "start it, or correct gateway.url; without gateway.url one is started")
+            advice = "start it, or correct gateway.url; where only the cluster reaches it, run the doctor in there"
+            return problem("gateway", what, advice)
         if answer.call == HEALTH and answer.status != HEALTH.status:
             what = f"{url} answers {answer.status} to GET /health: {answer.text}"
             return problem("gateway", what, "gateway.url must be the base URL of `leyden gateway`")

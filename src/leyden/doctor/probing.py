@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
 from leyden.controller.backends.kubernetes.api import EVENTS, PODS, ClusterError, KubernetesApi
 from leyden.controller.backends.kubernetes.manifest import Manifest, Program, manifest
 from leyden.controller.backends.kubernetes.programs import Programs, pods
 from leyden.controller.backends.kubernetes.verdict import Object
+from leyden.doctor.run_file import claim_of
 from leyden.types import Json
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -177,12 +177,3 @@ def _container(name: str, image: str, command: list[str], like: Object) -> Objec
     kept: Object = {k: like[k] for k in ("securityContext", "imagePullPolicy") if k in like}
     resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}}
     return {**kept, "name": name, "image": image, "command": command, "resources": resources}
-
-
-def claim_of(rollout_id: str, task: Json) -> Claim:
-    """A claim of nobody's rollout, with no keys."""
-    known = {
-        "rollout_id": rollout_id, "group_id": "doctor", "kind": "eval", "step": 0, "slot": 0, "member": 0, "task": task,
-        "state": "running", "attempt": 1, "change": 1,
-    }  # fmt: skip
-    return Claim(Rollout.from_json(known), "", "")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -184,6 +185,7 @@ def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None 
         if with_parent:
             threading.Thread(target=_stop_with_parent, args=(server,), daemon=True).start()
         _announce(config.run_dir, url)
+        gc.freeze()  # what is there now stays: collections need not look at it
         log.info("gateway listens on %s", url)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.serve(sockets=[listener]))

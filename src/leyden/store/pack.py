@@ -36,8 +36,13 @@ def unpack_spans(text: str) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(version, count) for version, count in orjson.loads(text))
 
 
-def pack_json(value: Any) -> bytes:
-    return zstandard.ZstdCompressor(level=3).compress(orjson.dumps(value))
+def compressor() -> zstandard.ZstdCompressor:
+    """Costly to make; for use in one thread."""
+    return zstandard.ZstdCompressor(level=3)
+
+
+def pack_json(value: Any, zstd: zstandard.ZstdCompressor) -> bytes:
+    return zstd.compress(orjson.dumps(value))
 
 
 def unpack_json(blob: bytes) -> Any:

@@ -13,6 +13,7 @@ from leyden.errors import Conflict, NotFound, Unauthorized
 from leyden.protocols import ChatRequest
 from leyden.store.database import transaction
 from leyden.store.pack import (
+    compressor,
     pack_ids,
     pack_json,
     pack_logprobs,
@@ -38,6 +39,7 @@ class StoredTurn:
 class Turns:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
+        self._zstd = compressor()
 
     def open(self, rollout_id: str, attempt: int, request_key: bytes, request: ChatRequest, wire: Json | None) -> int:
         """Open a turn if its attempt is the running one. This is where a key's liveness is checked."""
@@ -47,7 +49,7 @@ class Turns:
             "WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state = 'running') "
             "RETURNING turn_id",
             (
-                *(rollout_id, attempt, request_key, time.time(), wire and pack_json(wire)),
+                *(rollout_id, attempt, request_key, time.time(), wire and self._packed(wire)),
                 *(request.protocol, request.stream, len(request.tools)),
                 *(rollout_id, attempt),
             ),
@@ -81,7 +83,7 @@ class Turns:
                 (
                     *(time.time(), parent_id, fork_cause, pack_ids(delta), pack_ids(generation.token_ids_T)),
                     *(pack_logprobs(generation.logprobs_T), pack_spans(generation.spans)),
-                    *(generation.finish_reason, pack_json(node), messages and pack_json(messages), turn_id),
+                    *(generation.finish_reason, self._packed(node), messages and self._packed(messages), turn_id),
                 ),
             ).fetchone()
             if row is None:
@@ -102,6 +104,9 @@ class Turns:
                 "attempt": row["attempt"],
             },
         )
+
+    def _packed(self, value: Json) -> bytes:
+        return pack_json(value, self._zstd)
 
     def close(self, turn_id: int, state: TurnState) -> None:
         """open -> abandoned or failed; a turn that is closed already stays as it is."""

@@ -10,7 +10,6 @@ for each `CHARS` characters of its messages. GET /stats says how many calls came
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import Any
 from urllib.parse import parse_qs
@@ -81,7 +80,7 @@ async def body(receive: Any) -> bytes:
 
 
 async def reply(send: Any, content: dict[str, Any]) -> None:
-    raw = json.dumps(content).encode()
+    raw = orjson.dumps(content)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": raw})

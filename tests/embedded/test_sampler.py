@@ -305,7 +305,9 @@ def test_error_in_the_thread_fails_the_requests_and_the_sampler_goes_on(make):
             raise RuntimeError("out of memory")
 
     sampler = make(slowed(tiny_model(), wait))
+    gate = Gate(sampler)
     futures = [sampler.submit(GenerateRequest(prompt(i, 5), 20)) for i in range(6)]
+    gate.open()
     for future in futures:
         with pytest.raises(EngineError, match="RuntimeError: out of memory"):
             future.result(TIMEOUT_S)

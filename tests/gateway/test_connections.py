@@ -179,8 +179,8 @@ async def test_an_address_of_version_six(client: Connections) -> None:
         pytest.skip(f"no IPv6 here: {error}")
 
 
-async def test_tls_is_checked(client: Connections) -> None:
-    """A server that speaks no TLS, by an https URL."""
+async def test_a_server_that_speaks_no_tls(client: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leyden.gateway.engines.connections.CONNECT_S", 0.2)
     async with serving(Bytes([OK])) as server:
         with pytest.raises(OSError):
             await client.request("GET", server.url.replace("http:", "https:"), "/")

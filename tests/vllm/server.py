@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
 
 from tests.vllm.model import CONTEXT_TOKENS
 
+T = TypeVar("T")
 START_S = 240.0
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64", "--enforce-eager"),
@@ -94,6 +96,16 @@ class Vllm:
 
     async def running(self) -> float:
         return await self.metric("vllm:num_requests_running{")
+
+    async def at_work(self, start: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """A call that the server works on; one that a stop token ended at once is started again."""
+        calling = asyncio.create_task(start())
+        async with asyncio.timeout(60):
+            while await self.running() == 0:
+                if calling.done():
+                    calling = asyncio.create_task(start())
+                await asyncio.sleep(0.02)
+        return calling
 
     async def load(self, folder: Path, version: int) -> None:
         """Other weights, which no token of the old ones' cache outlives."""

@@ -310,6 +310,11 @@ class EvalConfig(Section):
 
 
 class TrainerConfig(Section):
+    """A run that cannot go on ends with the reason: after `max_empty_steps` steps in a row without a trained token, or
+    after `max_same_failures` rollouts in a row that were lost, in all their attempts, to one and the same failure of
+    the machinery (an image that cannot be pulled, a grader that crashes).
+    """
+
     schedule: Literal["sync"] = "sync"
     steps: PositiveInt = 100
     groups_per_step: PositiveInt = 8
@@ -319,6 +324,7 @@ class TrainerConfig(Section):
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
     max_empty_steps: PositiveInt = 5
+    max_same_failures: PositiveInt = 16
     seed: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")

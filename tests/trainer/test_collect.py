@@ -14,6 +14,7 @@ from leyden.trainer.collect import (
     collect,
     create_groups,
     exclusion,
+    failed_alike,
     group_request,
     merge,
     progress,
@@ -129,6 +130,53 @@ async def test_the_later_change_wins_whatever_the_order():
     latest = {rollout.rollout_id: rollout}
     assert merge(latest, [late, early, late]) == set()
     assert latest[rollout.rollout_id] == replace(late, task={"n": 0})
+
+
+def lost(reason):
+    return Ending(None, (), RolloutState.FAILED, FailureClass.INFRASTRUCTURE, reason, attempt=3)
+
+
+NO_IMAGE = "not started after {0} s: ImagePullBackOff, image there/is:none: Back-off pulling image; log: /runs/{0}/log"
+
+
+async def test_identical_failures_stop_the_run():
+    """Case K05: none of the rollouts that ended last went another way, so the others are not waited for."""
+    control = ScriptedControl(lambda r: lost(NO_IMAGE.format(60 + r.member)) if r.slot else Ending(1.0))
+    created = await create_groups(control, requests(groups=2, size=4))
+    with pytest.raises(TrainingError) as caught:
+        await wait_until_terminal(control, created, max_same_failures=4)
+    assert str(caught.value) == (
+        "the last 4 rollouts that ended all failed alike, each after its last attempt, and none of them by the agent's "
+        f"doing (trainer.max_same_failures): {NO_IMAGE.format(63)}"
+    )
+
+
+async def test_a_resume_after_identical_failures_goes_on():
+    """Case K05: what was lost before is not counted again, or the run could never be resumed."""
+    control = ScriptedControl(lambda r: lost(NO_IMAGE.format(r.member)))
+    created = await create_groups(control, requests(groups=1, size=4))
+    with pytest.raises(TrainingError):
+        await wait_until_terminal(control, created, max_same_failures=4)
+    again = await create_groups(control, requests(groups=1, size=4))
+    assert len(await wait_until_terminal(control, again, max_same_failures=4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("endings", "count"),
+    [
+        ([lost("a"), lost("b"), lost("b")], 2),
+        ([lost("b"), Ending(1.0), lost("b")], 1),
+        ([lost("b"), Ending(0.0, state=RolloutState.FAILED, failure=FailureClass.AGENT)], 0),
+        ([lost("node n1 is not ready for 300 s"), lost("node n2 is not ready for 301 s")], 2),
+        ([lost(None), lost(None)], 2),
+        ([], 0),
+    ],
+)
+async def test_what_counts_as_alike(endings, count):
+    """Case K05."""
+    control = ScriptedControl(lambda r: endings[r.member])
+    final = await wait_until_terminal(control, await create_groups(control, requests(groups=1, size=len(endings))))
+    assert failed_alike(final.values()) == (count, (endings[-1].reason or "") if endings else "")
 
 
 async def test_a_record_that_is_not_complete_is_left_out():

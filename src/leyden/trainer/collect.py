@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,13 +122,21 @@ def _check_existing(request: Json, group: Group) -> None:
 
 
 async def wait_until_terminal(
-    client: ControlClient, groups: Sequence[Group], on_progress: Callable[[Progress], None] | None = None
+    client: ControlClient,
+    groups: Sequence[Group],
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    max_same_failures: int | None = None,
 ) -> dict[str, Rollout]:
     """The final state of every rollout of `groups`, by id. A rollout's own deadline ends it, never this
     wait.
+
+    Raises TrainingError once the last `max_same_failures` rollouts that ended during the wait were all lost to the
+    machinery for one and the same reason: the others would end like them.
     """
     start = time.monotonic()
     latest = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
+    earlier = {rollout_id for rollout_id, rollout in latest.items() if rollout.state in TERMINAL}
     strangers: set[str] = set()
     cursor = min((r.change for r in latest.values()), default=0)
     while True:
@@ -142,6 +151,12 @@ async def wait_until_terminal(
         if unknown:
             strangers |= unknown
             log.warning("ignored %d rollouts that are not of this step: %s", len(unknown), sorted(unknown)[:5])
+        count, reason = failed_alike(r for rollout_id, r in latest.items() if rollout_id not in earlier)
+        if max_same_failures is not None and count >= max_same_failures:
+            raise TrainingError(
+                f"the last {count} rollouts that ended all failed alike, each after its last attempt, and none of them "
+                f"by the agent's doing (trainer.max_same_failures): {reason}"
+            )
 
 
 def merge(latest: dict[str, Rollout], changed: Iterable[Rollout]) -> set[str]:
@@ -154,6 +169,23 @@ def merge(latest: dict[str, Rollout], changed: Iterable[Rollout]) -> set[str]:
         elif rollout.change > known.change:
             latest[rollout.rollout_id] = replace(rollout, task=known.task)
     return unknown
+
+
+def failed_alike(rollouts: Iterable[Rollout]) -> tuple[int, str]:
+    """How many of the rollouts that ended last were lost to the machinery for one and the same reason, and the newest
+    one's reason. Reasons are the same if they differ only in words with digits or slashes: names, paths, seconds.
+    """
+    ended = sorted((r for r in rollouts if r.state in TERMINAL), key=lambda r: r.change, reverse=True)
+    count, reason = 0, ended[0].reason or "" if ended else ""
+    for rollout in ended:
+        if rollout.failure is not FailureClass.INFRASTRUCTURE or _words(rollout.reason or "") != _words(reason):
+            break
+        count += 1
+    return count, reason
+
+
+def _words(reason: str) -> str:
+    return re.sub(r"\S*[\d/]\S*", "#", reason)
 
 
 def progress(rollouts: Iterable[Rollout], elapsed_s: float) -> Progress:

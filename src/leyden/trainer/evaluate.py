@@ -84,6 +84,7 @@ async def evaluate(
     sampling: SamplingConfig | None = None,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
+    max_same_failures: int | None = None,
 ) -> EvalResult:
     """Run the evaluation groups of `step` (those that exist already are not run again) and estimate
     pass@k.
@@ -93,7 +94,7 @@ async def evaluate(
         group_request("eval", step, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
     ]
     groups = await create_groups(client, requests)
-    final = await wait_until_terminal(client, groups, on_progress)
+    final = await wait_until_terminal(client, groups, on_progress, max_same_failures=max_same_failures)
     result = score(groups, final, step=step, version=version, ks=ks, seed=seed, seconds=time.monotonic() - start)
     await client.consume([group.group_id for group in groups])
     return result

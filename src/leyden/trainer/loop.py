@@ -166,7 +166,12 @@ class Loop:
         timer = Timer()
         with timer.phase("rollouts"):
             groups = await create_groups(self._client, self._requests(step))
-            final = await wait_until_terminal(self._client, groups, self._progress(f"step {step}"))
+            final = await wait_until_terminal(
+                self._client,
+                groups,
+                self._progress(f"step {step}"),
+                max_same_failures=self._config.trainer.max_same_failures,
+            )
         with timer.phase("batch"):
             limit = self._config.trainer.max_sample_tokens
             collected = await collect(self._client, groups, final, limit)
@@ -244,6 +249,7 @@ class Loop:
             sampling=settings.sampling,
             seed=self._config.trainer.seed,
             on_progress=self._progress(f"validation at step {at.step}"),
+            max_same_failures=self._config.trainer.max_same_failures,
         )
         self._append("eval", result.as_json())
         self._display.line(f"validation at step {at.step} | {result} | {result.seconds:.1f} s", "bold")

@@ -102,6 +102,7 @@ async def evaluate_once(
                 sampling=config.eval.sampling,
                 seed=config.trainer.seed,
                 on_progress=lambda progress: display.live(progress_line("evaluation", progress)),
+                max_same_failures=config.trainer.max_same_failures,
             )
             try:
                 return await _unless_a_child_ends(work, children)

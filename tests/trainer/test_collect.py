@@ -21,6 +21,7 @@ from leyden.trainer.collect import (
     wait_until_terminal,
 )
 from leyden.trainer.evaluate import evaluate
+from leyden.trainer.run import NEVER_REACHED, step_of_its_own
 from leyden.types import FailureClass, RolloutState
 from tests.trainer.scripted_control import CANCELLED, INFRASTRUCTURE, NO_CALLS, Ending, ScriptedControl
 
@@ -233,6 +234,18 @@ async def test_evaluation_counts_what_is_missing():
     assert str(result) == "pass@1 0.500 [0.095, 0.905] n=2, 2/3 rewarded (missing: infrastructure 1)"
     assert {g.state for g in control.group_list} == {"consumed"}
     assert control.group_list[0].step == 4
+
+
+async def test_evaluations_on_one_gateway_do_not_meet():
+    """Each has rollouts of its own, whatever the other one's tasks; so has a training's validation."""
+    control, tasks = ScriptedControl(lambda r: Ending(1.0)), [{"t": 1}, {"t": 2}]
+    for chosen in (tasks, tasks, tasks[1:]):
+        place = step_of_its_own()
+        result = await evaluate(control, chosen, step=0, version=0, filed_under=place)
+        assert (result.step, result.rewarded) == (0, len(chosen))
+        assert NEVER_REACHED <= place < 10**9
+    await evaluate(control, [{"t": 3}], step=0, version=0)
+    assert len(control.group_list) == 6 and len({g.step for g in control.group_list}) == 4
 
 
 async def test_evaluation_without_any_reward_says_so():

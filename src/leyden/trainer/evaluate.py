@@ -85,13 +85,15 @@ async def evaluate(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
     max_same_failures: int | None = None,
+    filed_under: int | None = None,
 ) -> EvalResult:
     """Run the evaluation groups of `step` (those that exist already are not run again) and estimate
-    pass@k.
+    pass@k. With `filed_under`, the gateway knows the groups by that step instead.
     """
     start = time.monotonic()
+    place = step if filed_under is None else filed_under
     requests = [
-        group_request("eval", step, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
+        group_request("eval", place, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
     ]
     groups = await create_groups(client, requests)
     final = await wait_until_terminal(client, groups, on_progress, max_same_failures=max_same_failures)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OWN_GATEWAY_RETRY_S = 10.0
 DEATH_NOTICE_S = 1.0
+NEVER_REACHED = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,19 @@ async def evaluate_once(
                 seed=config.trainer.seed,
                 on_progress=lambda progress: display.live(progress_line("evaluation", progress)),
                 max_same_failures=config.trainer.max_same_failures,
+                filed_under=None if config.gateway.url is None else step_of_its_own(),
             )
             try:
                 return await _unless_a_child_ends(work, children)
             finally:
                 display.clear()
+
+
+def step_of_its_own() -> int:
+    """A step that no training reaches and no other evaluation has: on a gateway that others use too, an evaluation
+    must not meet the rollouts of another one, nor a training its validation's.
+    """
+    return NEVER_REACHED + secrets.randbelow(NEVER_REACHED)
 
 
 @contextlib.asynccontextmanager

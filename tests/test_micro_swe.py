@@ -274,6 +274,18 @@ def test_the_emulation_has_the_constants_of_minis_configuration() -> None:
     assert mini["environment"]["timeout"] == harness.COMMAND_TIMEOUT_S
 
 
+def test_the_run_file_for_a_cluster_trains_the_same() -> None:
+    local, cluster = (yaml.safe_load((EXAMPLE / name).read_text()) for name in ("run.yaml", "kubernetes.yaml"))
+    assert cluster.keys() - local.keys() == {"kubernetes", "gateway"}
+    changed = {name for name in local if local[name] != cluster[name]}
+    assert changed == {"run_dir", "harness", "grader", "controller"}
+    assert {name for name in local["harness"] if local["harness"][name] != cluster["harness"].get(name)} == {
+        "preload",
+        "timeout_s",
+    }
+    assert cluster["harness"].keys() < local["harness"].keys()
+
+
 def commands(task: tasks.Task) -> list[str]:
     """What a model mostly writes: right and wrong edits, edits that match nothing, look and end."""
     other = task.functions[1 - task.buggy].name

@@ -43,7 +43,11 @@ def python_image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str
     if kube.state is None:
         name = os.environ.get("LEYDEN_KUBE_PYTHON")
         return name or pytest.skip("set LEYDEN_KUBE_PYTHON to an image with Python, Leyden and mini-swe-agent")
-    cache = Path(kube.environment["KT_CACHE"])
-    packages = packages_layer(cache / "images", ("mini-swe-agent",), cache / "root" / "bin" / "busybox")
-    kube.add_image(PYTHON_IMAGE, [packages, leyden_layer(tmp_path_factory.mktemp("leyden-layer") / "root")])
+    kube.add_image(PYTHON_IMAGE, [mini_layer(kube), leyden_layer(tmp_path_factory.mktemp("leyden-layer") / "root")])
     return PYTHON_IMAGE
+
+
+def mini_layer(kube: Cluster) -> Path:
+    """A root file system with this interpreter and mini-swe-agent."""
+    cache = Path(kube.environment["KT_CACHE"])
+    return packages_layer(cache / "images", ("mini-swe-agent",), cache / "root" / "bin" / "busybox")

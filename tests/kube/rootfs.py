@@ -95,10 +95,10 @@ def _add_system(root: Path, busybox: Path) -> None:
         (root / name).chmod(0o1777)
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000::/tmp:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\nagent:x:1000:\n")
-    bash = shutil.which("bash")
-    if bash:
-        (root / "bin/bash").unlink(missing_ok=True)
-        shutil.copy2(bash, root / "bin/bash")
+    for name in ("bash", "sed"):
+        if found := shutil.which(name):
+            (root / "bin" / name).unlink(missing_ok=True)
+            shutil.copy2(found, root / "bin" / name)
 
 
 def _add_interpreter(root: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from leyden.client import Rollout
 from leyden.config import RunConfig, parse
 from leyden.controller.backends import sandbox
+from leyden.controller.backends.launcher import Launcher
 from leyden.controller.backends.sandbox import View, inner_url, mounts, outermost, private, wrap
 from leyden.controller.jobs import Job
 from leyden.errors import ConfigError
@@ -201,9 +202,45 @@ async def test_the_workspace_is_the_one_folder_to_write(config: Config, gone: Le
 
 @needs_bwrap
 async def test_processes_of_others_are_not_there(config: Config, gone: Left, tmp_path: Path) -> None:
-    script = "cat /proc/[0-9]*/comm > seen; sort -u seen; kill -9 $PPID; sleep 0.2; echo alive"
-    # Its parent in there is bwrap's first process, which it cannot end; the python is what opened the port.
-    assert (await told(config(script, harness=SANDBOX), tmp_path)).splitlines() == ["bwrap", "sh", "alive"]
+    """Its parent in there is the sandbox's first process, which it can neither end nor look into."""
+    script = "cat /proc/[0-9]*/comm > seen; sort seen; kill -9 $PPID; cat /proc/$PPID/environ; sleep 0.2; echo alive"
+    printed = (await told(config(script, harness=SANDBOX), tmp_path)).splitlines()
+    assert printed == ["python", "sh", "cat: /proc/1/environ: Permission denied", "alive"]
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("script", "code", "reason"),
+    [
+        ("kill -SEGV $$", -11, "killed by SIGSEGV"),
+        ("kill -9 $$", -9, "killed by SIGKILL"),
+        ("exit 137", 137, "exit 137"),
+        ("sh -c 'kill -9 $$'; exit $?", 137, "exit 137"),
+        ("(sleep 0.05; kill -9 $$) & exec sleep 300", -9, "killed by SIGKILL"),
+    ],
+)
+async def test_a_death_by_signal_is_told_as_without_a_sandbox(
+    config: Config, gone: Left, script: str, code: int, reason: str
+) -> None:
+    for rollout_id, sandboxed in (("in", SANDBOX), ("out", {})):
+        (rollout,) = await run_fake(config(script, harness=sandboxed), rollout_id)
+        assert (rollout["failure"], rollout["exit_code"], rollout["reason"]) == ("agent", code, reason), rollout_id
+
+
+@needs_bwrap
+async def test_a_harness_that_is_told_to_end_has_its_grace(
+    config: Config, gone: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM reaches the harness, not what holds its sandbox."""
+    monkeypatch.setattr(Launcher.kill, "__defaults__", (60.0,))
+    made = config("trap 'echo told; exit 0' TERM; echo on; sleep 300 & wait", harness=SANDBOX)
+    log = attempt_dir(made) / "harness.log"
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        async with controlling(made, gateway):
+            await wait_until(lambda: "on" in _text(log), 60)
+            gateway.set("r1", state="cancelled")
+            await wait_until(lambda: "told" in _text(log), 60)
 
 
 @needs_bwrap

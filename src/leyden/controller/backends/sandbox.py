@@ -30,7 +30,7 @@ SYSTEM = ("/usr", "/etc", "/nix/store")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ISOLATION = (
     *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-    *("--die-with-parent", "--cap-drop", "ALL"),
+    *("--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"),
 )
 TMP = "/tmp"  # noqa: S108  (the attempt's own)
 LOWEST_PORT = 1024

@@ -18,6 +18,7 @@ from .files import log, read_json, write_json, write_plain
 from .forward import forward
 from .job import Job, start_job
 from .processes import SIGNALS, children, descendants, drain, kill_all, start_ticks, subreaper, wake_pipe
+from .sandboxed import DIED
 
 KILL_LIMIT_S = 30.0
 OVER_LIMIT = "limit"
@@ -49,6 +50,7 @@ class Reaper:
         self.disk = DiskWatch(job["folders"], job["limits"].get("workspace_bytes"))
         self.exit_path = os.path.join(job["dir"], "exit.json")
         self.status: int | None = None
+        self.signal: int | None = None
         self.killed: str | None = None
         self.note: str | None = None
         self.error = b""
@@ -94,7 +96,7 @@ class Reaper:
         cgroups.remove(list(self.group.folders))
         record = exit_record(
             self.started,
-            status=self.status,
+            status=self.signal or self.status,  # the status of a death is its signal; see wait(2)
             killed=self.killed,
             error=self.error.decode(errors="replace") or None,
             note="; ".join(notes) or None,
@@ -174,8 +176,8 @@ class Reaper:
         return max(5, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def read_channel(self) -> bool:
-        """What the job says before it becomes its command: why it cannot, or, from a sandbox, the port to serve.
-        False at the end.
+        """What the job says before it becomes its command: why it cannot, or, from a sandbox, the port to serve; at the
+        end, from there, the signal that the command died by. False when nothing is to come.
         """
         try:
             data, fds, _, _ = socket.recv_fds(self.channel, READ_BYTES, 1, socket.MSG_DONTWAIT)
@@ -184,6 +186,8 @@ class Reaper:
         if fds:
             self.sandboxed = True
             self.start_forwarder(socket.socket(fileno=fds[0]))
+        elif data.startswith(DIED):
+            self.signal = data[1]
         else:
             self.error += data
         return bool(data)
@@ -241,7 +245,9 @@ class Reaper:
             self.kill_at = time.monotonic() + 0.01
 
     def begin_kill(self, grace_s: float) -> None:
-        kill_all(descendants(os.getpid()), signal.SIGTERM)
+        """SIGTERM, and SIGKILL after the grace. A sandbox's own process would end at once, and all in there with it."""
+        own = {self.leader} if self.job["forward"] else set()
+        kill_all((pid for pid in descendants(os.getpid()) if pid not in own), signal.SIGTERM)
         self.kill_at = time.monotonic() + grace_s
 
 

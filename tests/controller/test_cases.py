@@ -28,7 +28,7 @@ from leyden.types import FailureClass, RolloutState
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
 from tests.controller.test_with_gateway import AGENT, run
-from tests.gateway.conftest import SECRET, Gateway, ScriptedEngine, make_config, serving
+from tests.gateway.conftest import SECRET, Gateway, make_config, serving, until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -194,8 +194,14 @@ async def test_no_key_is_written_anywhere(
         workspace={"keep": "all"},
         gateway={"keep_wire": True},
     ).model_copy(update={"config_dir": tmp_path})
-    seen: set[str] = set()
-    async with serving(config, renderer, engine=ScriptedEngine(renderer, delay_s=0.2)) as gateway:
+    seen: list[str] = []
+
+    async def looked_at() -> None:
+        before = len(seen)
+        await until(lambda: len(seen) > before + 1)
+
+    async with serving(config, renderer) as gateway:
+        gateway.engine.before = looked_at
         stop = asyncio.Event()
         controller = asyncio.create_task(run_controller(config, gateway.url, control_key(SECRET), "c", stop=stop))
         tasks = [{"prompt": "a", "word": "x", "code": 0}, {"prompt": "b", "word": "x", "code": 7}, {"prompt": "c"}]
@@ -206,7 +212,7 @@ async def test_no_key_is_written_anywhere(
         rollouts = []
         async with asyncio.timeout(60):
             while not all(r.state.terminal for r in rollouts) or not rollouts:
-                seen |= {" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
+                seen.append("\n".join(" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])))
                 rollouts = [await gateway.client.rollout(i) for i in ids]
                 await asyncio.sleep(0.05)
         told = repr(rollouts) + repr(await gateway.client.turns(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +25,34 @@ from leyden.types import FinishReason, Generation, VersionSpan
 SECRET = b"s" * 32
 
 
+LIMIT_S = 60.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds. The limit is for what never happens."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def at_once() -> None:
+    """Nothing is waited for."""
+
+
 @dataclass
 class ScriptedEngine:
-    """Answers texts in turn, as ids; `spell` chooses the tokenisation. Everything asked is kept in `requests`."""
+    """Answers texts in turn, as ids; `spell` chooses the tokenisation. Everything asked is kept in `requests`, and
+    answered when what was `before` it then is over.
+    """
 
     renderer: ModelRenderer
     replies: list[str | Generation | Exception] = field(default_factory=list)
     requests: list[GenerateRequest] = field(default_factory=list)
-    delay_s: float = 0.0
+    before: Callable[[], Awaitable[None]] = at_once
     version: int = 0
     cancelled: int = 0
     spell: Callable[[str], list[int]] | None = None
@@ -41,7 +61,7 @@ class ScriptedEngine:
         self.requests.append(request)
         number = len(self.requests)
         try:
-            await asyncio.sleep(self.delay_s)
+            await self.before()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -76,6 +96,26 @@ class Gateway:
     client: ControlClient
     config: RunConfig
     slot: int = 0
+    sent: list[int] = field(default_factory=list)
+
+    async def kept_alive(self) -> None:
+        """Return when callers that wait have had two signs of life."""
+        before = sum(self.sent)
+        await until(lambda: sum(self.sent) >= before + 2)
+
+    async def counted(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application; `sent` says of each model call how many pieces of its answer have left."""
+        if scope["type"] != "http" or "/v1" not in scope["path"]:
+            await self.app(scope, receive, send)
+            return
+        number = len(self.sent)
+        self.sent.append(0)
+
+        async def counting(message: Any) -> None:
+            await send(message)
+            self.sent[number] += message["type"] == "http.response.body"
+
+        await self.app(scope, receive, counting)
 
     async def start_rollout(self, kind: str = "train", **group: Any) -> tuple[str, str]:
         """A running rollout: its id and its agent key."""
@@ -113,13 +153,16 @@ async def serving(
     app = build(config, SECRET, renderer=renderer, engine=asked, keep_alive_s=keep_alive_s)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    client = ControlClient(url, control_key(SECRET))
+    gateway = Gateway(url, app, engine, renderer, client, config)
+    options: Any = {"interface": "asgi3", "log_config": None, "access_log": False, "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(gateway.counted, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        async with ControlClient(url, control_key(SECRET)) as client:
+        async with client:
             if asked is not None:
                 await client.put_model("policy", engines=["scripted"], version=0, lineage="l", context_tokens=2000)
-            yield Gateway(url, app, engine, renderer, client, config)
+            yield gateway
     finally:
         server.should_exit = True
         await task

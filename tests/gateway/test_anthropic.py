@@ -15,7 +15,8 @@ from anthropic import beta_async_tool
 from leyden.errors import CaptureError
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FinishReason, Generation, VersionSpan
-from tests.gateway.conftest import Gateway, make_config, serving
+from tests.gateway.conftest import Gateway, at_once, forever, make_config, serving, until
+from tests.gateway.patience import losing_patience
 from tests.qwen_tokenizers import qwen_tokenizer_folder
 
 BASH = {
@@ -281,7 +282,7 @@ async def test_keep_alives_are_skipped_before_the_first_event(
 ) -> None:
     async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as gateway:
         rollout_id, key = await gateway.start_rollout()
-        gateway.engine.delay_s = 0.4
+        gateway.engine.before = gateway.kept_alive
         gateway.engine.replies = [FIRST, CaptureError("no token_ids")]
         client = sdk(gateway, key, max_retries=0)
         answer = await call(client, [USER], tools=[BASH], stream=stream)
@@ -295,7 +296,7 @@ async def test_keep_alives_are_skipped_before_the_first_event(
 async def test_keep_alives_are_pings(tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer) -> None:
     async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as gateway:
         _, key = await gateway.start_rollout()
-        gateway.engine.delay_s = 0.2
+        gateway.engine.before = gateway.kept_alive
         body = {"model": "any", "max_tokens": 5, "messages": [USER], "stream": True}
         async with (
             aiohttp.ClientSession(headers={"x-api-key": key}) as http,
@@ -309,14 +310,16 @@ async def test_keep_alives_are_pings(tmp_path: Path, tokenizer_path: Path, rende
 
 async def test_a_retry_after_a_client_timeout_leaves_one_turn(gateway: Gateway) -> None:
     """Case G10, with the retry that the SDK makes itself."""
-    gateway.engine.delay_s = 0.5
+
+    def asked() -> bool:
+        if gateway.engine.requests:
+            gateway.engine.before = at_once
+        return bool(gateway.engine.requests)
+
+    gateway.engine.before = forever
     gateway.engine.replies = ["answer"]
     rollout_id, key = await gateway.start_rollout()
-    pending = asyncio.create_task(call(sdk(gateway, key, timeout=0.3, max_retries=1), [USER]))
-    while not gateway.engine.requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-    gateway.engine.delay_s = 0.0
-    answer = await pending
+    answer = await call(sdk(gateway, key, http_client=losing_patience(asked), max_retries=1), [USER])
     assert gateway.engine.cancelled == 1
     assert len(await gateway.turns(rollout_id)) == 1
     assert answer.content[0].text == "answer"
@@ -324,17 +327,15 @@ async def test_a_retry_after_a_client_timeout_leaves_one_turn(gateway: Gateway) 
 
 async def test_a_cut_stream_asked_again_without_stream_is_the_same_call(gateway: Gateway) -> None:
     """What Claude Code does, with retry count 0 and nothing else changed."""
-    gateway.engine.delay_s = 0.3
+    gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
     body = {"model": "any", "max_tokens": 5, "messages": [USER]}
     async with aiohttp.ClientSession(headers={"x-api-key": key, "x-stainless-retry-count": "0"}) as http:
-        with pytest.raises(TimeoutError):
-            await http.post(
-                f"{gateway.url}/v1/messages?beta=true",
-                json=body | {"stream": True},
-                timeout=aiohttp.ClientTimeout(total=0.1),
-            )
-        gateway.engine.delay_s = 0.0
+        cut = asyncio.create_task(http.post(f"{gateway.url}/v1/messages?beta=true", json=body | {"stream": True}))
+        await until(lambda: len(gateway.engine.requests) == 1)
+        cut.cancel()
+        await until(lambda: gateway.engine.cancelled == 1)
+        gateway.engine.before = at_once
         async with http.post(f"{gateway.url}/v1/messages?beta=true", json=body) as answer:
             content = (await answer.json())["content"]
     assert content == [{"type": "text", "text": "reply 2"}]

@@ -13,7 +13,8 @@ import pytest
 from leyden.errors import EngineUnavailable
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FinishReason, Generation, VersionSpan
-from tests.gateway.conftest import Gateway, make_config, serving
+from tests.gateway.conftest import Gateway, at_once, forever, make_config, serving, until
+from tests.gateway.patience import losing_patience
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello"}
@@ -171,16 +172,16 @@ async def test_n_choices_are_recorded_whole(gateway: Gateway) -> None:
 
 async def test_a_retry_after_a_client_timeout_leaves_one_turn(gateway: Gateway) -> None:
     """Case G10: the first try is abandoned, the second is the turn."""
-    gateway.engine.delay_s = 0.6
+    gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
-    impatient = sdk(gateway, key, timeout=0.2, max_retries=0)
+    impatient = sdk(gateway, key, http_client=losing_patience(lambda: bool(gateway.engine.requests)), max_retries=0)
     with pytest.raises(openai.APITimeoutError):
         await call(impatient, [USER])
-    gateway.engine.delay_s = 0.0
+    gateway.engine.before = at_once
     gateway.engine.replies = ["second"]
     answer = await call(sdk(gateway, key), [USER], extra_headers={"x-stainless-retry-count": "1"})
     assert answer.choices[0].message.content == "second"
-    assert gateway.engine.cancelled == 1
+    await until(lambda: gateway.engine.cancelled == 1)
     assert len(await gateway.turns(rollout_id)) == 1
 
 
@@ -208,17 +209,17 @@ async def test_a_default_client_survives_a_pause(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, stream: bool
 ) -> None:
     config = make_config(tmp_path, tokenizer_path)
-    async with serving(config, renderer, keep_alive_s=0.1) as gateway:
+    async with serving(config, renderer, keep_alive_s=0.05) as gateway:
         rollout_id, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         await call(client, [USER])
         await gateway.client.pause()
         pending = asyncio.create_task(call(client, [SYSTEM, USER], stream=stream))
-        await asyncio.sleep(0.7)
+        await until(lambda: len(gateway.sent) == 2 and gateway.sent[1] >= 4)
         assert len(gateway.engine.requests) == 1
-        assert 0.5 < (await gateway.client.rollout(rollout_id)).held_s < 10
+        assert (await gateway.client.rollout(rollout_id)).held_s > 0.1
         (listed,), _ = await gateway.client.rollouts()
-        assert listed.held_s > 0.5, "a controller that reads the list would think the deadline has come"
+        assert listed.held_s > 0.1, "a controller that reads the list would think the deadline has come"
         await gateway.client.resume()
         answer = await pending
         if stream:
@@ -227,16 +228,16 @@ async def test_a_default_client_survives_a_pause(
             text = answer.choices[0].message.content
         assert text == "reply 2"
         assert len(await gateway.turns(rollout_id)) == 2
-        assert (await gateway.client.rollout(rollout_id)).held_s >= 0.6
+        assert (await gateway.client.rollout(rollout_id)).held_s >= listed.held_s
 
 
 async def test_hanging_up_abandons_the_call(gateway: Gateway) -> None:
-    gateway.engine.delay_s = 5
+    gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
+    impatient = sdk(gateway, key, http_client=losing_patience(lambda: bool(gateway.engine.requests)), max_retries=0)
     with pytest.raises(openai.APITimeoutError):
-        await call(sdk(gateway, key, timeout=0.1, max_retries=0), [USER])
-    await asyncio.sleep(0.1)
-    assert gateway.engine.cancelled == 1
+        await call(impatient, [USER])
+    await until(lambda: gateway.engine.cancelled == 1)
     assert await gateway.turns(rollout_id) == []
 
 
@@ -366,7 +367,11 @@ async def test_a_restarted_gateway_goes_on_with_the_same_conversation(
 
 async def test_300_calls_in_flight(gateway: Gateway) -> None:
     """Case G14: no pool limits a rollout wave."""
-    gateway.engine.delay_s = 0.5
+
+    async def all_are_there() -> None:
+        await until(lambda: len(gateway.engine.requests) == 300)
+
+    gateway.engine.before = all_are_there
     _, key = await gateway.start_rollout()
     body = {"model": "m", "messages": [USER]}
     async with aiohttp.ClientSession(

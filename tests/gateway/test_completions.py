@@ -143,12 +143,13 @@ async def test_a_templated_text_continues_a_chat(gateway: Gateway) -> None:
     assert (two.parent_id, two.fork_cause) == (one.turn_id, None)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.35])
+@pytest.mark.parametrize("kept_alive", [False, True])
 async def test_streamed_equals_plain_also_after_keep_alives(
-    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, delay_s: float
+    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, kept_alive: bool
 ) -> None:
-    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.1) as gateway:
-        gateway.engine.delay_s = delay_s
+    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as gateway:
+        if kept_alive:
+            gateway.engine.before = gateway.kept_alive
         rollout_id, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         gateway.engine.replies = ["x\u2028y é", "x\u2028y é"]

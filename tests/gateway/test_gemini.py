@@ -192,8 +192,8 @@ async def test_a_cut_answer_says_max_tokens(gateway: Gateway) -> None:
 
 @pytest.fixture
 async def slow(tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer) -> AsyncIterator[Gateway]:
-    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.1) as running:
-        running.engine.delay_s = 0.35
+    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as running:
+        running.engine.before = running.kept_alive
         yield running
 
 

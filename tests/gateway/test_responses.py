@@ -12,7 +12,7 @@ import pytest
 from leyden.errors import EngineRejected
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FinishReason, Generation, VersionSpan
-from tests.gateway.conftest import Gateway, ScriptedEngine, make_config, serving
+from tests.gateway.conftest import Gateway, make_config, serving
 
 USER = {"role": "user", "content": "list the files"}
 BASH = {
@@ -232,8 +232,8 @@ async def test_a_cut_answer_and_the_next_ask_at_once(gateway: Gateway) -> None:
 async def test_keep_alives_before_the_first_event(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    engine = ScriptedEngine(renderer, delay_s=0.35)
-    async with serving(make_config(tmp_path, tokenizer_path), renderer, engine=engine, keep_alive_s=0.1) as gateway:
+    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as gateway:
+        gateway.engine.before = gateway.kept_alive
         _, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         assert (await streamed(client, input="hi")).output_text == "reply 1"
@@ -268,8 +268,8 @@ async def test_errors_have_openais_shape(gateway: Gateway) -> None:
 async def test_an_error_after_the_stream_has_begun(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    engine = ScriptedEngine(renderer, replies=[EngineRejected("no room")] * 2, delay_s=0.25)
-    async with serving(make_config(tmp_path, tokenizer_path), renderer, engine=engine, keep_alive_s=0.1) as gateway:
+    async with serving(make_config(tmp_path, tokenizer_path), renderer, keep_alive_s=0.05) as gateway:
+        gateway.engine.before, gateway.engine.replies = gateway.kept_alive, [EngineRejected("no room")] * 2
         _, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         for ask in (streamed, lambda c, **f: call(c, stream=True, **f)):

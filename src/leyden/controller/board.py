@@ -21,13 +21,17 @@ class Board:
         self.gone: frozenset[str] = frozenset()
 
     def absorb(self, rollouts: Iterable[Rollout]) -> None:
-        """Take over newer descriptions; a finished rollout that nothing runs for is dropped."""
-        for rollout in rollouts:
-            known = self.rollouts.get(rollout.rollout_id)
-            if known is None or rollout.change >= known.change:
-                self.rollouts[rollout.rollout_id] = rollout
-                if rollout.state.terminal and rollout.rollout_id not in self.attempts:
-                    del self.rollouts[rollout.rollout_id]
+        """Take over newer descriptions; a finished rollout that nothing runs for is dropped.
+
+        A task never changes, and the feed leaves it out: what is known of it stays.
+        """
+        for told in rollouts:
+            known = self.rollouts.get(told.rollout_id, told)
+            newest = told if told.change >= known.change else known
+            task = told.task or known.task
+            self.rollouts[told.rollout_id] = replace(newest, task=task) if task and not newest.task else newest
+            if newest.state.terminal and told.rollout_id not in self.attempts:
+                del self.rollouts[told.rollout_id]
 
     def observed(self, jobs: Iterable[str]) -> Observed:
         return Observed(self.attempts, tuple(jobs), self.gone)

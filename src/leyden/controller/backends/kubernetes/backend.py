@@ -36,6 +36,7 @@ from leyden.controller.backends.kubernetes.api import (
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import Pods, Program, is_ours, job_name, label, manifest
 from leyden.controller.backends.kubernetes.programs import Programs, pods, redacted
+from leyden.controller.backends.kubernetes.rate import MINUTE_S, CreationRate
 from leyden.controller.backends.kubernetes.verdict import (
     Ended,
     Object,
@@ -56,7 +57,6 @@ from leyden.types import RolloutState
 log = logging.getLogger(__name__)
 OWNER = "leyden/controller"
 LOOK_S = 1.0
-MINUTE_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MOST_LOG_BYTES = 2**20
 NO_LOG = "unable to retrieve container logs"  # a kubelet says so with status 200
@@ -75,8 +75,7 @@ class KubernetesBackend:
         self._mine: dict[str, Verdict | None] = {}
         self._deleting: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._creating = asyncio.Lock()
-        self._created: list[float] = []
+        self._rate = CreationRate(config.kubernetes.creates_per_minute, config.run_dir / "created")
         self._listed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._api: KubernetesApi
@@ -97,7 +96,7 @@ class KubernetesBackend:
         listed.cancel()
         if self._reader.done():
             self._reader.result()
-        self._created = self._ledger.created(time.time() - MINUTE_S)
+        self._rate.resume(self._ledger.created(time.time() - MINUTE_S))
         await self._remove_orphans()
 
     async def _remove_orphans(self) -> None:
@@ -283,7 +282,7 @@ class KubernetesBackend:
         deadline = time.monotonic() + self._config.controller.start_timeout_s
         pause_s = FIRST_PAUSE_S
         while True:
-            await self._room()
+            await self._rate.room()
             try:
                 job = await self._created_or_ours(program)
                 break
@@ -315,18 +314,6 @@ class KubernetesBackend:
                 raise LaunchError(f"a Job {job_name(program)} exists that is not of this attempt") from error
             await self._api.own_secret(job)
             return job
-
-    async def _room(self) -> None:
-        """Wait until another Job may be created in this minute, in the order of the asking."""
-        limit = self._config.kubernetes.creates_per_minute
-        async with self._creating:
-            while True:
-                now = time.time()
-                self._created = [t for t in self._created if t > now - MINUTE_S]
-                if len(self._created) < limit:
-                    self._created.append(now)
-                    return
-                await asyncio.sleep(self._created[-limit] + MINUTE_S - now)
 
     def _adopt(self, job_id: str) -> Verdict | None:
         """How a Job stands that an earlier controller made; it is ours from now on. None if there is no trace of it."""

@@ -212,7 +212,7 @@ def reference_rate(engine: str, count: int, **settings: float) -> tuple[float, i
     """Rollouts per second, and how many failed."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        reference.agent_lightning(Path(folder) / "agl", engine, **settings) as running,
+        reference.controlling(Path(folder) / "agl", engine, **settings) as running,
     ):
         return count / running.finish(count), running.failed
 

@@ -50,13 +50,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def chat_answer(request: dict[str, Any]) -> dict[str, Any]:
     """As vLLM 0.32 writes it, with the log-prob of each sampled token."""
-    count = min(request["max_completion_tokens"], 200)
+    count = min(request.get("max_completion_tokens") or request.get("max_tokens") or 200, 200)
     ids = [300 + i % 97 for i in range(count)]
     content = [
         {"token": f"token_id:{i}", "logprob": -0.7051262855529785, "bytes": [32, 116, 104, 101], "top_logprobs": []}
         for i in ids
     ]
-    if request["top_k"] == 1:
+    if request.get("top_k") == 1:
         content[0]["logprob"] = 0.0
     prompt = sum(len(message["content"]) for message in request["messages"]) // CHARS
     message = {"role": "assistant", "content": " the" * count, "reasoning": None}

@@ -48,10 +48,11 @@ def _python312() -> str | None:
 
 
 class AgentLightning:
-    """A running server and controller. `failed` counts the rollouts that did not succeed (on a busy machine, some)."""
+    """A running server. `failed` counts the rollouts that did not succeed (on a busy machine, some)."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
         self.url = url
+        self.pid = pid
         self.after = 0
         self.failed = 0
 
@@ -60,6 +61,12 @@ class AgentLightning:
         headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=120) as reply:
             return json.load(reply)
+
+    def targets(self, count: int) -> list[tuple[str, str]]:
+        """The chat URL and the key of each of `count` rollouts."""
+        made = self.ask("/api/rollouts", [{"input": {"id": str(i)}, "is_train": True} for i in range(count)])
+        path = "/proxy/rollout/{}/attempt/0/mode/train/openai/v1/chat/completions"
+        return [(self.url + path.format(rollout["rollout_id"]), KEY) for rollout in made]
 
     def finish(self, count: int) -> float:
         """Seconds from the creation of `count` rollouts to the last end."""
@@ -83,25 +90,32 @@ class AgentLightning:
 
 
 @contextmanager
-def agent_lightning(folder: Path, engine: str, **settings: float) -> Iterator[AgentLightning]:
-    """`settings` are those of its `local_runner`; without any it runs as it comes."""
-    folder.mkdir(parents=True)
-    shutil.copy(AGENTS, folder)
-    url, programs = f"http://127.0.0.1:{free_port()}", REFERENCE / "bin"
-    server = [
-        str(programs / "agl-server"), "host=127.0.0.1", f"port={url.rpartition(':')[2]}", f"key={KEY}",
+def serving(folder: Path, engine: str) -> Iterator[AgentLightning]:
+    """Its server alone, in front of `engine`."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [
+        str(REFERENCE / "bin" / "agl-server"), "host=127.0.0.1", f"port={url.rpartition(':')[2]}", f"key={KEY}",
         f"default_proxy.model_name={MODEL}", f"hydra.run.dir={folder}/server",
     ]  # fmt: skip
-    controller = [
-        str(programs / "agl-controller"), "runner_type=local", f"agl_server.url={url}", f"agl_server.key={KEY}",
-        f"hydra.run.dir={folder}/controller", *(f"local_runner.{name}={value}" for name, value in settings.items()),
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    with child(server, folder / "server.log"):
+    with child(command, folder / "server.log") as process:
         wait_for(f"{url}/healthz")
-        running = AgentLightning(url)
+        running = AgentLightning(url, process.pid)
         running.ask("/api/models", [{"model": MODEL, "endpoint": f"{engine}/v1"}])
-        with child(controller, folder / "controller.log", environment):
+        yield running
+
+
+@contextmanager
+def controlling(folder: Path, engine: str, **settings: float) -> Iterator[AgentLightning]:
+    """Its server and controller. `settings` are those of its `local_runner`; without any it runs as it comes."""
+    folder.mkdir(parents=True)
+    shutil.copy(AGENTS, folder)
+    with serving(folder, engine) as running:
+        command = [
+            str(REFERENCE / "bin" / "agl-controller"), "runner_type=local", f"agl_server.url={running.url}",
+            f"agl_server.key={KEY}", f"hydra.run.dir={folder}/controller",
+            *(f"local_runner.{name}={value}" for name, value in settings.items()),
+        ]  # fmt: skip
+        with child(command, folder / "controller.log", os.environ | {"PYTHONPATH": str(folder)}):
             time.sleep(3)  # its interpreter, and its first look
             running.finish(1)
             yield running

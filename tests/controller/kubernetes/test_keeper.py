@@ -126,13 +126,27 @@ def test_sizes_are_bounded(workspace: Path, tmp_path: Path) -> None:
     """Packing says which setting to change; a small archive of a large file is stopped before it is written."""
     packed = str(tmp_path / "w.tar.gz")
     with pytest.raises(
-        keeper.KeeperError, match=r"the workspace is larger than 7 bytes; see gateway\.max_workspace_bytes"
+        keeper.TooLargeError, match=r"the workspace is larger than 7 bytes; see gateway\.max_workspace_bytes"
     ):
         keeper.pack(str(workspace), packed, 7)
     archive(tmp_path / "w.tar.gz", ("big", b"\0" * 10_000_000))
     with pytest.raises(keeper.KeeperError, match="holds more than 1000000 bytes"):
         keeper.unpack(packed, str(tmp_path / "target"), 1_000_000)
     assert tree(tmp_path / "target") == {}
+
+
+def test_a_workspace_that_is_too_large_has_its_own_exit_code(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case K07: by it the controller tells the harness's own doing from the keeper's trouble."""
+    monkeypatch.setattr(keeper, "VOLUME", str(tmp_path))
+    monkeypatch.setenv("LEYDEN_WORKSPACE_BYTES", "7")
+    monkeypatch.setattr(keeper, "keep", lambda _, archive, most: keeper.pack(str(workspace), archive, most))
+    assert keeper.main(["keep"]) == keeper.TOO_LARGE == 3
+    assert capsys.readouterr().out == ("keep: the workspace is larger than 7 bytes; see gateway.max_workspace_bytes\n")
+    monkeypatch.setattr(keeper, "MOST_ENTRIES", 1)
+    monkeypatch.setenv("LEYDEN_WORKSPACE_BYTES", "7000000")
+    assert keeper.main(["keep"]) == keeper.TOO_LARGE
 
 
 def test_a_damaged_archive_is_said(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,14 @@ def test_a_keeper_that_hangs_is_given_up() -> None:
     assert judge(seen("saving"), "08:13:28") == Saving(own(5, "08:11:29", "08:11:29"))
 
 
-def test_a_keeper_that_fails_says_why() -> None:
+@pytest.mark.parametrize(("code", "killed"), [(1, None), (3, "limit")])
+def test_a_keeper_that_fails_says_why(code: int, killed: str | None) -> None:
+    """If the harness left more than may be handed in, that is its own end."""
     what = seen("saved")
     done = what.pods[0]["status"]["containerStatuses"][1]["state"]["terminated"]
-    done |= {"exitCode": 1, "message": "x\nkeep: the workspace is larger than 5 bytes\n"}
+    done |= {"exitCode": code, "message": "x\nkeep: the workspace is larger than 5 bytes\n"}
     note = "the workspace was not saved: keep: the workspace is larger than 5 bytes"
-    assert judge(what, "08:12:00") == Ended(own(5, "08:11:29", "08:11:29", note=note))
+    assert judge(what, "08:12:00") == Ended(replace(own(5, "08:11:29", "08:11:29", note=note), killed=killed))
 
 
 def test_what_ended_before_it_was_killed_ended_by_itself() -> None:
@@ -118,8 +121,34 @@ def test_oom() -> None:
 
 def test_evicted() -> None:
     """Case K07: infrastructure, with the cluster's words."""
-    error = 'Evicted: Usage of EmptyDir volume "w" exceeds the limit "5Mi".'
-    assert judge(seen("evicted"), "08:17:00") == Ended(failed(error, "08:17:00", "08:17:00"))
+    what, message = seen("evicted"), "The node was low on resource: ephemeral-storage. Container harness used 9Ki."
+    what.pods[0]["status"]["message"] = message
+    assert judge(what, "08:17:00") == Ended(failed(f"Evicted: {message}", "08:17:00", "08:17:00"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Usage of EmptyDir volume "w" exceeds the limit "5Mi".',
+        'Container harness exceeded its local ephemeral storage limit "5Mi".',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 5Mi.",
+    ],
+)
+def test_a_harness_that_fills_more_than_it_was_given(message: str) -> None:
+    """Case K07: the agent's own end, whether its container's end was seen before the pod went, or not."""
+    ended = Exit(None, None, at("08:17:00"), at("08:17:00"), killed="limit", note=f"Evicted: {message}")
+    what = seen("evicted")
+    what.pods[0]["status"]["message"] = message
+    assert judge(what, "08:17:00") == Ended(ended)
+    what = seen("exit_3")
+    what.pods[0]["status"] |= {"phase": "Failed", "reason": "Evicted", "message": message}
+    assert judge(what, "08:12:00") == Ended(replace(ended, started=at("08:11:28"), ended=at("08:11:28")))
+
+
+def test_a_keeper_s_container_over_its_limit_is_not_the_agent_s() -> None:
+    what, message = seen("evicted"), 'Container keep exceeded its local ephemeral storage limit "5Mi".'
+    what.pods[0]["status"]["message"] = message
+    assert judge(what, "08:17:00") == Ended(failed(f"Evicted: {message}", "08:17:00", "08:17:00"))
 
 
 def test_disruption_target_made_by_hand() -> None:

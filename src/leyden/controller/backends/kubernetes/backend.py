@@ -49,7 +49,7 @@ from leyden.controller.backends.kubernetes.verdict import (
     verdict,
 )
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
-from leyden.controller.jobs import CANCELLED, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
+from leyden.controller.jobs import CANCELLED, OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import LaunchError
 from leyden.types import RolloutState
@@ -125,7 +125,12 @@ class KubernetesBackend:
         printed = paths.harness_log.read_bytes() if paths.harness_log.exists() else b""
         harness = self._mine.get(harness_job(rollout.rollout_id, rollout.attempt))
         exit_ = harness.exit if isinstance(harness, Ended) else _told_exit(rollout)
-        await self._create(self._programs.grader(rollout, key, number, printed, asdict(exit_)))
+        overfull = isinstance(harness, Ended) and not harness.saved and exit_.killed == OVER_LIMIT
+        await self._create(
+            await asyncio.to_thread(
+                self._programs.grader, rollout, key, number, printed, asdict(exit_), from_start=overfull
+            )
+        )
 
     def kill(self, job_id: str, reason: str) -> None:
         """A cancelled Job is deleted at once; any other reason ends its pod and lets the workspace be saved.
@@ -240,19 +245,20 @@ class KubernetesBackend:
     async def _conclude(self, job_id: str, ended: Ended) -> None:
         """Keep the log, then tell the end."""
         await self._keep_log(job_id)
-        self._end(job_id, self._exit(job_id, ended))
+        self._end(job_id, self._exit(job_id, ended), saved=ended.saved)
 
     def _exit(self, job_id: str, ended: Ended) -> Exit:
-        """The end of a job. Without its workspace an attempt cannot be graded, so it is void."""
+        """The end of a job. Without its workspace an attempt cannot be graded, so it is void; but one that filled it
+        over its limit is graded on what it began with."""
         exit_ = replace(ended.exit, note=ended.note)
-        needs_workspace = ".grade" not in job_id and not self._config.grader.harness
+        needs_workspace = ".grade" not in job_id and not self._config.grader.harness and exit_.killed != OVER_LIMIT
         if needs_workspace and not ended.saved and exit_.error is None and exit_.killed in OWN_ENDS:
             why = ended.note or "the pod went before it was handed in"
             return replace(exit_, error=f"the workspace was lost: {why}")
         return exit_
 
-    def _end(self, job_id: str, exit_: Exit) -> None:
-        self._mine[job_id] = Ended(exit_)
+    def _end(self, job_id: str, exit_: Exit, *, saved: bool = False) -> None:
+        self._mine[job_id] = Ended(exit_, saved)
         self._events.ended(job_id, exit_)
 
     async def _keep_log(self, job_id: str) -> None:
@@ -325,7 +331,7 @@ class KubernetesBackend:
             self._spawn(lambda: self._api.patch(JOBS, name, {"metadata": {"annotations": {OWNER: self._controller}}}))
         now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
         if isinstance(now, Ended):
-            now = Ended(self._exit(job_id, now))
+            now = Ended(self._exit(job_id, now), now.saved)
             self._spawn(lambda: self._keep_log(job_id))
         self._mine[job_id] = now
         return now

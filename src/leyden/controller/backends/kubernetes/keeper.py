@@ -38,12 +38,17 @@ POLL_S = 0.05
 QUIET_LOOKS = 3
 READY_S = 60.0
 WATCHING, BEFORE = "watching", "before"
+FAILED, TOO_LARGE = 1, 3
 REQUEST_S = 60.0
 UPLOAD_S = 100.0
 
 
 class KeeperError(Exception):
     """What could not be done, for people."""
+
+
+class TooLargeError(KeeperError):
+    """The harness has left more than there is room for."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +71,7 @@ def main(arguments: list[str]) -> int:
             raise KeeperError("usage: keeper.py unpack | fetch | keep | ready")
     except (KeeperError, OSError, tarfile.TarError, EOFError) as error:
         print(f"{what}: {error}", flush=True)
-        return 1
+        return TOO_LARGE if isinstance(error, TooLargeError) else FAILED
     return 0
 
 
@@ -87,16 +92,16 @@ def scratch() -> Iterator[str]:
 
 
 def pack(workspace: str, archive: str, most_bytes: int) -> str:
-    """The workspace as tar.gz: files, folders, links as links. Raises KeeperError if it is too large."""
+    """The workspace as tar.gz: files, folders, links as links. Raises TooLargeError."""
     size = entries = left_out = 0
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for path, status in _walk(workspace):
             entries += 1
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
             if size > most_bytes:
-                raise KeeperError(f"the workspace is larger than {most_bytes} bytes; see gateway.max_workspace_bytes")
+                raise TooLargeError(f"the workspace is larger than {most_bytes} bytes; see gateway.max_workspace_bytes")
             if entries > MOST_ENTRIES:
-                raise KeeperError(f"the workspace has more than {MOST_ENTRIES} entries")
+                raise TooLargeError(f"the workspace has more than {MOST_ENTRIES} entries")
             left_out += not _pack_one(tar, path, os.path.relpath(path, workspace), status)
     return f"packed {entries - left_out} entries, {size} bytes; left out {left_out}"
 

@@ -54,8 +54,11 @@ class Programs:
             files=self._files() | {_TASK: _json(rollout.task)},
         )
 
-    def grader(self, rollout: Rollout, key: str, number: int, log: bytes, exit_: Json) -> Program:
-        """`log` and `exit_` are what is known of the harness's end."""
+    def grader(
+        self, rollout: Rollout, key: str, number: int, log: bytes, exit_: Json, *, from_start: bool = False
+    ) -> Program:
+        """`log` and `exit_` are what is known of the harness's end. Its workspace is the one that was handed in, or
+        `from_start` the one that it began with."""
         config = self.config
         known = self._known(rollout)
         env = self._own(rollout) | {
@@ -77,6 +80,7 @@ class Programs:
             env=env,
             keys={"LEYDEN_KEY": key},
             grade=number,
+            archive=packed_workspace(config, rollout) if from_start else None,
             files=self._files() | {_TASK: _json(rollout.task), _LOG: log[-MOST_LOG_BYTES:], _EXIT: _json(exit_)},
         )
 

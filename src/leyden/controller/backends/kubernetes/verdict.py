@@ -4,6 +4,7 @@ The harness container's own end decides, not the Job's counters or conditions, w
 all. An attempt runs once: its first pod counts, and what the Job controller would start in its place does not.
 
     exit code, signal, OOMKilled under the container's own limit           the agent's own end
+    more in the workspace or on the disk than its own limits allow         killed: limit, the agent's own as well
     killed by Leyden (annotation), the Job's deadline after a start        killed
     image, quota, scheduling, mount, eviction, node, deletion by others    `Exit.error`: infrastructure
 
@@ -18,7 +19,8 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from leyden.controller.jobs import TIMEOUT, Exit
+from leyden.controller.backends.kubernetes.keeper import TOO_LARGE
+from leyden.controller.jobs import OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit
 
 MAIN = frozenset({"harness", "grader"})
 KEEPER = "keep"
@@ -30,6 +32,12 @@ _NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", 
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 _NO_CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+# How a kubelet's message begins where a pod broke its own limit of storage, not the node's.
+_OWN_STORAGE = (
+    "Usage of EmptyDir volume ",
+    "Pod ephemeral local storage usage exceeds the total limit of containers ",
+    *(f"Container {name} exceeded its local ephemeral storage limit " for name in sorted(MAIN)),
+)
 
 Object = dict[str, Any]
 
@@ -124,7 +132,9 @@ def _after_harness(
     if reason == TIMEOUT or (kill and reason == kill[0]):
         exit_ = Exit(None, None, started, ended, killed=reason)
     elif reason:
-        exit_ = Exit(None, None, started, ended, error=reason)
+        exit_ = _taken_away(pod, reason, started, ended)
+    if exit_.error is None and exit_.killed in OWN_ENDS and _keeper(pod).get("exitCode") == TOO_LARGE:
+        exit_ = replace(exit_, killed=OVER_LIMIT, note=_keeper_failed(pod))
     others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
     over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     if all("terminated" in state for state in others) or over:
@@ -194,7 +204,15 @@ def _cut_off(pod: Object, reason: str, kill: tuple[str, float] | None, started: 
         return Ended(Exit(None, None, started, now, killed=TIMEOUT))
     if reason == TIMEOUT:
         reason = f"DeadlineExceeded before the harness started: {_waits(pod)}"
-    return Ended(Exit(None, None, started or now, now, error=_short(reason)))
+    return Ended(_taken_away(pod, _short(reason), started or now, now))
+
+
+def _taken_away(pod: Object, reason: str, started: float, ended: float) -> Exit:
+    """The end of a harness that was ended by others: infrastructure, unless it filled more than it was given."""
+    status = pod["status"]
+    if status.get("reason") == "Evicted" and status.get("message", "").startswith(_OWN_STORAGE):
+        return Exit(None, None, started, ended, killed=OVER_LIMIT, note=reason)
+    return Exit(None, None, started, ended, error=reason)
 
 
 def _not_started(seen: Seen, pod: Object, patience: Patience, now: float) -> Pending | Ended:
@@ -302,12 +320,18 @@ def _waits(pod: Object) -> str:
     return "the pod was not seen by a node yet"
 
 
+def _keeper(pod: Object) -> Object:
+    """How the keeper ended; empty while it has not."""
+    done: Object = _container(pod, {KEEPER}).get("state", {}).get("terminated", {})
+    return done
+
+
 def _saved(pod: Object) -> bool:
-    return bool(_container(pod, {KEEPER}).get("state", {}).get("terminated", {}).get("exitCode") == 0)
+    return bool(_keeper(pod).get("exitCode") == 0)
 
 
 def _keeper_failed(pod: Object) -> str | None:
-    done = _container(pod, {KEEPER}).get("state", {}).get("terminated", {})
+    done = _keeper(pod)
     if not done.get("exitCode"):
         return None
     message = done.get("message", "").strip().splitlines()

@@ -64,7 +64,7 @@ class FakeGateway:
         self.rollouts[rollout_id].update(fields)
         self._touch(self.rollouts[rollout_id])
 
-    async def ended(self, *rollout_ids: str, limit_s: float = 100.0) -> list[Json]:
+    async def ended(self, *rollout_ids: str, limit_s: float = 300.0) -> list[Json]:
         """Wait until these rollouts, or all, are final."""
         ids = rollout_ids or tuple(self.rollouts)
 
@@ -75,7 +75,7 @@ class FakeGateway:
             await self._changed.wait_for(done)
         return [self.rollouts[i] for i in ids]
 
-    async def reached(self, rollout_id: str, state: str, limit_s: float = 100.0) -> Json:
+    async def reached(self, rollout_id: str, state: str, limit_s: float = 300.0) -> Json:
         async with asyncio.timeout(limit_s), self._changed:
             await self._changed.wait_for(lambda: self.rollouts[rollout_id]["state"] == state)
         return self.rollouts[rollout_id]

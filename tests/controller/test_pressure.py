@@ -13,12 +13,12 @@ import pytest
 from leyden.config import RunConfig
 from leyden.controller import pressure
 from leyden.controller.pressure import Load, Pressure, allowed, read
-from tests.controller.conftest import controlling
+from tests.controller.conftest import CALM, controlling
 from tests.controller.fake_gateway import FakeGateway
+from tests.controller.test_restart import wait_until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
-CALM = Load(memory_free=0.5, memory_stall=0.0, cpu_wait=0.9, queue=2.0)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,15 @@ def test_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 async def test_the_controller_starts_fewer(config: Config, gone: Left, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is killed for it: what runs goes on, what ends is not replaced but by the last one."""
     monkeypatch.setattr(pressure, "EVERY_S", 0.05)
-    monkeypatch.setattr(Pressure.__init__, "__defaults__", (lambda: replace(CALM, memory_free=0.01),))
+    loads = [CALM]
+    looked = 0
+
+    def look() -> Load:
+        nonlocal looked
+        looked += 1
+        return loads[-1]
+
+    monkeypatch.setattr(Pressure.__init__, "__defaults__", (look,))
     made = config("while ! test -e ../../../../../go; do sleep 0.02; done", controller={"concurrency": 4})
     async with FakeGateway() as gateway:
         for i in range(2):
@@ -84,7 +92,9 @@ async def test_the_controller_starts_fewer(config: Config, gone: Left, monkeypat
         async with controlling(made, gateway):
             for i in range(2):
                 await gateway.reached(f"r{i}", "running")
-            await asyncio.sleep(0.3)
+            loads.append(replace(CALM, memory_free=0.01))
+            before = looked
+            await wait_until(lambda: looked >= before + 2)
             for i in range(2, 8):
                 gateway.add(f"r{i}")
             (made.config_dir / "go").touch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import pytest
 from leyden.config import RunConfig
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
-from tests.controller.test_restart import appears
+from tests.controller.test_restart import appears, wait_until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -32,6 +31,10 @@ HIT = f'{sys.executable} -c "{CALL}"'
 
 def attempt_dir(config: RunConfig, rollout_id: str = "r1", attempt: int = 1) -> Path:
     return config.run_dir / "attempts" / rollout_id / str(attempt)
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 async def run(config: RunConfig, *rollout_ids: str, task: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -48,7 +51,7 @@ async def test_clean_exit_is_graded_with_its_own_key(config: Config, gone: Left)
     assert (rollout["state"], rollout["reward"], rollout["turns"]) == ("succeeded", 1.0, 1)
     facts = json.loads((attempt_dir(made) / "exit.json").read_text())
     assert (facts["exit_code"], facts["signal"], facts["killed"], facts["error"]) == (0, None, None, None)
-    assert 0 < facts["cpu_s"] < 5 and facts["max_rss_bytes"] > 1e5
+    assert 0 < facts["cpu_s"] < 60 and facts["max_rss_bytes"] > 1e5
 
 
 async def test_crash_and_signal_are_agent_failures_that_keep_their_reward(config: Config, gone: Left) -> None:
@@ -76,7 +79,13 @@ async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_
 
 async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Left) -> None:
     made = config("trap '' TERM; echo started; sleep 100; sleep 100", harness={"timeout_s": 0.5})
-    (rollout,) = await run(made)
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        gateway.set("r1", held_s=3600.0)
+        async with controlling(made, gateway):
+            await wait_until(lambda: text(attempt_dir(made) / "harness.log") == "started\n")
+            gateway.set("r1", held_s=0.0)
+            (rollout,) = await gateway.ended()
     assert (rollout["state"], rollout["failure"], rollout["timed_out"], rollout["reward"]) == (
         "failed",
         "agent",
@@ -92,7 +101,7 @@ async def test_held_time_moves_the_deadline(config: Config, gone: Left) -> None:
         made = config("sleep 1.2", harness={"timeout_s": 0.5})
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
-            gateway.rollouts["r1"]["held_s"] = 20.0  # no change of the feed
+            gateway.rollouts["r1"]["held_s"] = 3600.0  # no change of the feed
             (rollout,) = await gateway.ended()
     assert (rollout["state"], rollout["timed_out"]) == ("succeeded", False)
 
@@ -241,12 +250,15 @@ async def test_secrets_are_in_no_log(
     async with FakeGateway(max_attempts=1) as gateway:
         for rollout_id in ("ok", "crash", "hang"):
             gateway.add(rollout_id)
+            gateway.set(rollout_id, held_s=3600.0)
         script = "case $LEYDEN_ROLLOUT_ID in crash) exit 1;; hang) sleep 300;; esac; env | grep -c CANARY; true"
         made = config(script, harness={"timeout_s": 0.5, "max_attempts": 1})
         async with controlling(made, gateway):
             await gateway.reached("hang", "running")
+            await gateway.ended("ok", "crash")
             lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
             assert [line for line in lines if "lk-" in line] == []
+            gateway.set("hang", held_s=0.0)
             await gateway.ended()
         written = b"".join(p.read_bytes() for p in made.run_dir.rglob("*") if p.is_file())
         assert b"lk-" not in written and b"CANARY" not in written
@@ -277,7 +289,7 @@ async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left
             await appears(attempt_dir(made) / "harness.log")
             (launcher,) = [p for p in psutil.process_iter() if _is_launcher(p, made)]
             launcher.send_signal(signal.SIGKILL)
-            await asyncio.sleep(0.3)
+            await wait_until(lambda: any(_is_launcher(p, made) and p != launcher for p in psutil.process_iter()))
             (attempt_dir(made) / "go").touch()
             (rollout,) = await gateway.ended()
             gateway.add("r2")

@@ -27,7 +27,7 @@ from leyden.types import RolloutState
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
 from tests.controller.test_restart import wait_until
-from tests.controller.test_runs import attempt_dir
+from tests.controller.test_runs import attempt_dir, text
 from tests.controller.test_runs import run as run_fake
 from tests.controller.test_with_gateway import MINI_CONFIG, run
 from tests.gateway.conftest import ScriptedEngine, make_config, serving
@@ -238,16 +238,22 @@ async def test_a_harness_that_is_told_to_end_has_its_grace(
     async with FakeGateway() as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
-            await wait_until(lambda: "on" in _text(log), 60)
+            await wait_until(lambda: "on" in text(log))
             gateway.set("r1", state="cancelled")
-            await wait_until(lambda: "told" in _text(log), 60)
+            await wait_until(lambda: "told" in text(log))
 
 
 @needs_bwrap
 async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> None:
     """Neither at the deadline nor where the reaper itself is killed; a crash keeps its exit code."""
-    made = config("trap '' TERM; setsid sleep 300 & sleep 300", harness=SANDBOX | {"timeout_s": 0.5})
-    (rollout,) = await run_fake(made)
+    made = config("trap '' TERM; echo on; setsid sleep 300 & sleep 300", harness=SANDBOX | {"timeout_s": 0.5})
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        gateway.set("r1", held_s=3600.0)
+        async with controlling(made, gateway):
+            await wait_until(lambda: "on" in text(attempt_dir(made) / "harness.log"))
+            gateway.set("r1", held_s=0.0)
+            (rollout,) = await gateway.ended()
     assert (rollout["timed_out"], rollout["failure"], rollout["reward"]) == (True, "agent", 1.0)
     (rollout,) = await run_fake(config("exit 3", harness=SANDBOX), "r2")
     assert (rollout["exit_code"], rollout["failure"]) == (3, "agent")
@@ -255,7 +261,7 @@ async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> N
         gateway.add("r3")
         made = config("echo on; setsid sleep 300 & sleep 300", harness=SANDBOX | {"max_attempts": 1})
         async with controlling(made, gateway):
-            await wait_until(lambda: "on" in _text(attempt_dir(made, "r3") / "harness.log"))
+            await wait_until(lambda: "on" in text(attempt_dir(made, "r3") / "harness.log"))
             (bwrap,) = _outer_bwraps("/r3/")
             psutil.Process(bwrap.ppid()).send_signal(signal.SIGKILL)
             (rollout,) = await gateway.ended()
@@ -270,10 +276,6 @@ def _outer_bwraps(words: str) -> list[psutil.Process]:
             if process.name() == "bwrap" and words in " ".join(process.cmdline()):
                 found.append(process)
     return [p for p in found if p.ppid() not in {q.pid for q in found}]
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 @needs_bwrap
@@ -322,7 +324,7 @@ async def test_the_grader_is_in_a_sandbox_of_its_own(
     made.run_dir.mkdir()
     (made.run_dir / "secret").touch()
     (rollout,) = await run_fake(made)
-    assert (rollout["state"], rollout["reward"]) == ("succeeded", 0.25), _text(attempt_dir(made) / "grade/grade.log")
+    assert (rollout["state"], rollout["reward"]) == ("succeeded", 0.25), text(attempt_dir(made) / "grade/grade.log")
     assert not (attempt_dir(made) / "grade" / "tmp").exists()
 
 

@@ -36,7 +36,7 @@ def grade(task, workspace):
 """
 MINI_CONFIG = """
 agent: {system_template: "Be brief.", instance_template: "{{task}}", step_limit: 4, cost_limit: 0, mode: yolo}
-environment: {timeout: 10}
+environment: {timeout: 100}
 model:
   model_class: litellm_textbased
   model_name: openai/policy
@@ -54,7 +54,7 @@ async def run(gateway: Gateway, config: RunConfig, size: int, task: dict[str, An
     (group,) = await gateway.client.create_groups([{"kind": "train", "step": 0, "slot": 0, "size": size, "task": task}])
     ended: dict[str, Rollout] = {}
     cursor = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(500):
         while len(ended) < size and not controller.done():
             states = [s for s in RolloutState if s.terminal]
             rollouts, cursor = await gateway.client.rollouts(after=cursor, states=states, wait_s=2)

@@ -5,6 +5,7 @@ One run meets every way to die in the middle of a step. Each time the same comma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,7 @@ from leyden.trainer.metrics import current, read_metrics
 from leyden.trainer.tasks import tasks_for_step
 
 AGENT = """
-import json, os, pathlib, time, urllib.request
+import json, os, pathlib, sys, time, urllib.request
 
 task = json.load(open(os.environ["LEYDEN_TASK"]))
 messages = [{"role": "user", "content": task["question"]}]
@@ -36,7 +37,8 @@ for _ in range(2):
     )
     reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
     messages += [{"role": "assistant", "content": reply["content"] or ""}, {"role": "user", "content": "go on"}]
-    time.sleep(0.3)
+    while pathlib.Path(sys.argv[1], "hold", os.environ["LEYDEN_ROLLOUT_ID"][:11]).exists():
+        time.sleep(0.02)
 pathlib.Path("answer.txt").write_text(json.dumps(messages))
 """
 GRADER = """
@@ -51,6 +53,7 @@ STEPS, GROUPS, SIZE, TASKS = 5, 2, 2, 5
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_path: Path) -> Path:
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "hold").mkdir()
     (tmp_path / "grade.py").write_text(GRADER)
     for name, count in (("train", TASKS), ("val", 2)):
         rows = [json.dumps({"n": n, "question": f"the dog {n}"}) for n in range(count)]
@@ -59,7 +62,7 @@ def folder(tmp_path: Path, tiny_model_path: Path) -> Path:
         "run_dir": "run",
         "model": {"path": str(tiny_model_path), "context_tokens": 256, "renderer": "qwen3"},
         "data": {"train": "train.jsonl", "validation": "val.jsonl"},
-        "harness": {"command": [sys.executable, str(tmp_path / "agent.py")], "timeout_s": 60, "max_attempts": 5},
+        "harness": {"command": [sys.executable, str(tmp_path / "agent.py"), str(tmp_path)], "max_attempts": 5},
         "grader": {"function": "grade:score"},
         "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "checkpoint_every": 1},
         "optimizer": {"lr": 1e-3},
@@ -82,15 +85,21 @@ class Train:
             command, cwd=folder, stdout=self.output.open("w"), stderr=subprocess.STDOUT, text=True
         )
 
-    def until(self, condition: Callable[[], bool], limit_s: float = 100.0) -> None:
+    def until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, f"ended early: {self.output.read_text()}"
             assert time.monotonic() < end, f"nothing after {limit_s} s: {self.output.read_text()}"
             time.sleep(0.02)
 
-    def until_running(self, step: int) -> None:
-        self.until(lambda: any((self.folder / "run/attempts").glob(f"train-{step:05d}-*/*/harness.log")))
+    @contextlib.contextmanager
+    def within(self, step: int) -> Iterator[None]:
+        """Harnesses of this step are there, and none ends before the block does."""
+        name = f"train-{step:05d}"
+        (self.folder / "hold" / name).touch()
+        self.until(lambda: any((self.folder / "run/attempts").glob(f"{name}-*/*/harness.log")))
+        yield
+        (self.folder / "hold" / name).unlink()
 
     def child(self, name: str) -> psutil.Process:
         """The gateway or controller that this trainer started."""
@@ -99,7 +108,7 @@ class Train:
         return found[0]
 
     def end(self) -> int:
-        return self.process.wait(timeout=100)
+        return self.process.wait(timeout=300)
 
 
 def processes_of(folder: Path) -> list[list[str]]:
@@ -115,7 +124,7 @@ def processes_of(folder: Path) -> list[list[str]]:
     return found
 
 
-def wait_until_alone(folder: Path, limit_s: float = 30.0) -> None:
+def wait_until_alone(folder: Path, limit_s: float = 200.0) -> None:
     end = time.monotonic() + limit_s
     while left := processes_of(folder):
         assert time.monotonic() < end, f"still running: {left}"
@@ -123,36 +132,40 @@ def wait_until_alone(folder: Path, limit_s: float = 30.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_every_process_is_killed_once_in_the_middle_of_a_step(folder):
     train = Train(folder)
-    train.until_running(1)
-    train.process.kill()
-    train.end()
+    with train.within(1):
+        train.process.kill()
+        train.end()
     wait_until_alone(folder)
 
     train = Train(folder)
-    train.until_running(2)
-    train.child("gateway").kill()
-    assert train.end() == 1, train.output.read_text()
+    with train.within(2):
+        train.child("gateway").kill()
+        assert train.end() == 1, train.output.read_text()
     assert "error: the gateway was killed by signal 9; its log is" in train.output.read_text()
     wait_until_alone(folder)
 
     train = Train(folder)
-    train.until_running(3)
-    train.child("controller").kill()
-    assert train.end() == 1, train.output.read_text()
+    with train.within(3):
+        train.child("controller").kill()
+        assert train.end() == 1, train.output.read_text()
     assert "error: the controller was killed by signal 9; its log is" in train.output.read_text()
 
     train = Train(folder)  # the launcher waits a minute for a controller to come back, so harnesses go on
-    train.until_running(4)
-    second = subprocess.run(
-        [sys.executable, "-m", "leyden", "train", "run.yaml"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert second.returncode == 1
-    assert f"is in use by another `leyden train` (pid {train.process.pid})" in second.stderr
-    train.process.send_signal(signal.SIGINT)
-    assert train.end() == 130, train.output.read_text()
+    with train.within(4):
+        second = subprocess.run(
+            [sys.executable, "-m", "leyden", "train", "run.yaml"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert f"is in use by another `leyden train` (pid {train.process.pid})" in second.stderr
+        train.process.send_signal(signal.SIGINT)
+        assert train.end() == 130, train.output.read_text()
     assert "stopped; resume with: leyden train run.yaml" in train.output.read_text()
     wait_until_alone(folder)
 

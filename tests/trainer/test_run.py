@@ -82,7 +82,7 @@ async def test_a_dead_child_stops_the_work_at_once(tmp_path):
 
     async def work() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             cancelled.set()
 
@@ -93,22 +93,27 @@ async def test_a_dead_child_stops_the_work_at_once(tmp_path):
     assert cancelled.is_set()
 
 
-async def test_a_dead_gateway_is_named_rather_than_the_call_that_failed(tmp_path):
+async def test_a_dead_gateway_is_named_rather_than_the_call_that_failed(tmp_path, monkeypatch):
+    """Also where it dies a moment later."""
+    monkeypatch.setattr("leyden.trainer.run.DEATH_NOTICE_S", 60.0)
+
     async def work() -> None:
         raise GatewayError("connection lost")
 
     async with Children(tmp_path) as children:
-        await children.start("gateway", python("import time; time.sleep(0.3); raise SystemExit(5)"))
+        await children.start("gateway", python("import time; time.sleep(0.1); raise SystemExit(5)"))
         with pytest.raises(TrainingError, match="the gateway ended with exit status 5"):
             await _unless_a_child_ends(work(), children)
 
 
 async def test_a_stop_is_waited_for(tmp_path):
     ended: list[str] = []
+    started = asyncio.Event()
 
     async def work() -> None:
+        started.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             await asyncio.sleep(0.05)
             ended.append("written")
@@ -116,7 +121,7 @@ async def test_a_stop_is_waited_for(tmp_path):
 
     async with Children(tmp_path) as children:
         task = asyncio.create_task(_unless_a_child_ends(work(), children))
-        await asyncio.sleep(0.05)
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

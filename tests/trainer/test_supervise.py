@@ -37,14 +37,15 @@ def test_a_second_trainer_is_refused_with_the_pid(tmp_path):
 
 def test_children_of_a_killed_trainer_are_waited_for(tmp_path):
     """The trainer is gone without a word; its child still holds the second lock for a moment."""
+    let_go = tmp_path / "let go"
+    lingering = f"import pathlib, time\nwhile not pathlib.Path({str(let_go)!r}).exists(): time.sleep(0.01)"
     program = textwrap.dedent(
         f"""
         import os, subprocess, sys
         from pathlib import Path
         from leyden.trainer.supervise import run_lock
         with run_lock(Path({str(tmp_path)!r})) as fd:
-            subprocess.Popen([sys.executable, "-c", "import sys, time; sys.stdin.read(); time.sleep(0.5)"],
-                             stdin=subprocess.PIPE, pass_fds=(fd,))
+            subprocess.Popen([sys.executable, "-c", {lingering!r}], stdin=subprocess.PIPE, pass_fds=(fd,))
             os._exit(9)
         """
     )
@@ -54,7 +55,8 @@ def test_children_of_a_killed_trainer_are_waited_for(tmp_path):
         run_lock(tmp_path, 0.0),
     ):
         pass
-    with run_lock(tmp_path, 20.0):
+    let_go.touch()
+    with run_lock(tmp_path, 100.0):
         pass
 
 
@@ -70,7 +72,7 @@ async def test_a_dead_child_is_named_with_status_and_log(tmp_path):
         await children.start("gateway", python(UNTIL_EOF))
         await children.start("controller", python("import sys; print('no space left'); sys.exit(3)"))
         with pytest.raises(TrainingError) as caught:
-            await asyncio.wait_for(children.watch(), 20)
+            await asyncio.wait_for(children.watch(), 100)
     assert str(caught.value) == (
         f"the controller ended with exit status 3; its log is {tmp_path}/logs/controller.log "
         "(last line: no space left). The same command resumes"

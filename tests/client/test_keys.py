@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hmac
 import itertools
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def test_expiry_is_exact() -> None:
     assert verify(SECRET, key, 1999.999) == CLAIMS
     with pytest.raises(Unauthorized, match="the agent key expired 0 s ago"):
         verify(SECRET, key, 2000.0)
+
+
+def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case S05: by hmac.compare_digest alone, on the whole signature, before anything of the key is believed."""
+    compared: list[tuple[str, str]] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))))
+    key = mint(SECRET, CLAIMS)
+    with pytest.raises(Unauthorized, match="was not issued by this run"):
+        verify(SECRET, key, 1e12)
+    assert compared == [(key[-43:], key[-43:])]
 
 
 def test_every_changed_character_is_noticed() -> None:

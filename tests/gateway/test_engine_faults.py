@@ -213,7 +213,7 @@ async def test_a_rollout_stays_with_its_engine(pair: Any) -> None:
 
 
 async def test_a_dead_engine_is_left_and_taken_back(pair: Any) -> None:
-    """Calls go on at another engine, those in flight too; only the dead engine's rollouts move."""
+    """Case R07: calls go on at another engine, those in flight too; only the dead engine's rollouts move."""
     gateway, fakes, stacks = pair
     homes: dict[str, int] = {}
     keys = [(await gateway.start_rollout())[1] for _ in range(12)]
@@ -247,6 +247,24 @@ async def test_a_dead_engine_is_left_and_taken_back(pair: Any) -> None:
     for key in keys:
         await call(sdk(gateway, key, max_retries=0), [USER, USER])
     assert len(back.asked) == sum(1 for home in homes.values() if home == 0)
+
+
+async def test_an_engine_that_comes_back_elsewhere_is_registered_anew(pair: Any) -> None:
+    """Case R07: ten rollouts at the one that lives; the old address is not asked again, the new one is."""
+    gateway, fakes, stacks = pair
+    await stacks[0].aclose()
+    keys = [(await gateway.start_rollout())[1] for _ in range(10)]
+    for key in keys:
+        await call(sdk(gateway, key, max_retries=0), [USER])
+    assert len(fakes[1].asked) == 10
+    back = await stacks[0].enter_async_context(listening(FakeVllm()))
+    model = {"version": 0, "lineage": "run", "context_tokens": 2000}
+    await gateway.client.put_model("policy", engines=[back.url, fakes[1].url], **model)
+    await until_works(gateway, True, True)
+    for _ in range(40):
+        await one_call(gateway)
+    assert (len(fakes[0].asked), len(back.asked) + len(fakes[1].asked)) == (0, 50)
+    assert back.asked
 
 
 async def test_without_any_engine_calls_are_held(pair: Any) -> None:

@@ -215,8 +215,10 @@ async def test_groups_of_another_data_set_are_refused(gateway: Gateway) -> None:
         await gateway.client.create_groups([spec | {"task": {"a": 2}}])
 
 
-def test_an_open_address_needs_a_secret(tmp_path: Path) -> None:
-    """Case S05."""
-    config = make_config(tmp_path, tmp_path, gateway={"host": "0.0.0.0"})
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_an_open_address_needs_a_secret(tmp_path: Path, host: str) -> None:
+    """Case S05: without one the gateway does not start; where no address is given, only this machine reaches it."""
+    config = make_config(tmp_path, tmp_path, gateway={"host": host})
     with pytest.raises(ConfigError, match="LEYDEN_SECRET"):
         gateway_app.serve(config)
+    assert make_config(tmp_path, tmp_path).gateway.host == "127.0.0.1"

@@ -327,6 +327,7 @@ def test_the_keeper_needs_nothing_but_old_python() -> None:
     allowed = {
         "__future__",
         "contextlib",
+        "ctypes",
         "http",
         "os",
         "pathlib",

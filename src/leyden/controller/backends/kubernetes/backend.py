@@ -226,6 +226,8 @@ class KubernetesBackend:
                 if self._ledger.job(job_id) is None:
                     self._deleting.discard(job_id)
                 self._look(job_id)
+                if job_id not in self._mine and self._ledger.is_gone(job_id):
+                    self._ledger.forget(job_id)
 
     def _look(self, job_id: str) -> None:
         """Tell what is new about a Job of ours."""

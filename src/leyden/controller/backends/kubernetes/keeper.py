@@ -8,7 +8,8 @@
 `keep` shares the pod's process namespace. A container's first process has no parent there; so the harness runs while
 there is another one of these than `keep` and the pod's init. `ready` notes the last process id given away; a later
 one is the harness's, also where that was gone before it could be seen. On SIGTERM (the pod is being deleted) the
-harness has half of the grace period; then it is killed, so that the other half is left to save what it wrote.
+harness has half of the grace period; then it is killed, so that the other half is left to save what it wrote. What
+`keep` holds, its key above all, is closed to a harness that runs as the same user in that namespace.
 
 What was packed is not trusted when it is unpacked: files, folders, and links that stay inside; everything else is
 left out and counted. The last line printed says what was done; it is the container's termination message on failure.
@@ -219,6 +220,7 @@ def _stays_inside(folder: list[str], link: str) -> bool:
 
 
 def keep(workspace: str, archive: str, most_bytes: int) -> None:
+    close_to_others()
     asked_to_end: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(time.monotonic()))
     save_s = float(os.environ.get("LEYDEN_SAVE_S", "30"))
@@ -232,6 +234,15 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     until = time.monotonic() + (save_s if asked_to_end else UPLOAD_S)
     upload(archive, until)
     print("handed in")
+
+
+def close_to_others() -> None:
+    """Nobody without CAP_SYS_PTRACE may read this process's environment, memory or files; see prctl(2)."""
+    pr_set_dumpable = 4
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes  # not in every Python
+
+        ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
 
 
 def ready(folder: str, proc: str, own: int, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -24,6 +24,7 @@ class Ledger:
         self._changed: dict[str, float] = {}
         self._warnings: OrderedDict[str, list[Object]] = OrderedDict()
         self._job_of: dict[str, str] = {}
+        self._deleted: set[str] = set()
 
     def absorb(self, change: Change, now: float) -> str | None:
         """Take in a change. Answers the id of the job that it is about, if that is known."""
@@ -67,7 +68,12 @@ class Ledger:
         uids = [*pods, *([job["metadata"]["uid"]] if job else [])]
         warnings = [event for uid in uids for event in self._warnings.get(uid, ())]
         gone = frozenset(self._gone.get(job_id, ()))
-        return Seen(job, tuple(pods.values()), warnings, gone, self._changed.get(job_id, 0.0))
+        expected = job is None and job_id not in self._deleted
+        return Seen(job, tuple(pods.values()), warnings, gone, self._changed.get(job_id, 0.0), expected)
+
+    def is_gone(self, job_id: str) -> bool:
+        """Whether neither the Job nor a pod of it exists."""
+        return job_id not in self._jobs and self._pods.get(job_id, {}).keys() <= self._gone.get(job_id, set())
 
     def forget(self, job_id: str) -> None:
         """Drop what is known of a Job's pods; the Job itself stays until the cluster has deleted it."""
@@ -75,16 +81,20 @@ class Ledger:
             self._job_of.pop(uid, None)
             self._warnings.pop(uid, None)
         self._changed.pop(job_id, None)
+        self._deleted.discard(job_id)
 
     def _absorb_job(self, job_id: str, job: Object, *, deleted: bool) -> None:
         known = self._jobs.get(job_id)
         uid = job["metadata"]["uid"]
         if deleted:
+            self._job_of.pop(uid, None)
             if known is not None and known["metadata"]["uid"] == uid:
                 del self._jobs[job_id]
+                self._deleted.add(job_id)
             return
         if known is None or known["metadata"]["uid"] == uid or _age(job) >= _age(known):
             self._jobs[job_id] = job
+            self._deleted.discard(job_id)
 
     def _warn(self, event: Object) -> str | None:
         uid = event.get("involvedObject", {}).get("uid")

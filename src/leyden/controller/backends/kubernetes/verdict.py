@@ -46,7 +46,8 @@ Object = dict[str, Any]
 class Seen:
     """What is known of one Job. `pods` are in their last known state; `gone` holds the uids of those deleted since.
 
-    `job` is None once it is deleted. `changed` is when one of the objects last changed.
+    `job` is None once it is deleted, and while it is only `expected`: a pod may be seen before its Job. `changed` is
+    when one of the objects last changed.
     """
 
     job: Object | None
@@ -54,6 +55,12 @@ class Seen:
     events: Sequence[Object] = ()
     gone: frozenset[str] = frozenset()
     changed: float = 0.0
+    expected: bool = False
+
+    @property
+    def deleting(self) -> bool:
+        """Whether the Job is deleted or on its way out."""
+        return not self.expected and _deleting(self.job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,7 @@ def _end_of_pod(seen: Seen, pod: Object, patience: Patience, kill: tuple[str, fl
         return TIMEOUT if gone else None
     if kill:
         return None
-    if gone or asked is not None or _deleting(seen.job):
+    if gone or asked is not None or seen.deleting:
         return _deleted(seen, pod)
     if _node_silent_since(pod) + patience.node_s < now:
         return f"NodeLost: the node {pod['spec'].get('nodeName')} is not ready for {patience.node_s:g} s"
@@ -288,7 +295,7 @@ def _deleted(seen: Seen, pod: Object) -> str:
     name = pod["metadata"]["name"]
     if any(e.get("reason") == "TaintManagerEviction" and _about(e, pod) for e in seen.events):
         return f"NodeLost: the pod {name} was deleted because its node {pod['spec'].get('nodeName')} is not ready"
-    if _deleting(seen.job):
+    if seen.deleting:
         return f"the Job of the pod {name} was deleted while it ran"
     return f"the pod {name} was deleted while it ran"
 

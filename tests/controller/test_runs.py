@@ -78,12 +78,13 @@ async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_
 
 
 async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Left) -> None:
-    made = config("trap '' TERM; echo started; sleep 100; sleep 100", harness={"timeout_s": 0.5})
+    """Cases T07, U03: the deadline ends it, so its group closes; what it printed stays."""
+    made = config("trap '' TERM; echo a; echo b; echo started; sleep 100; sleep 100", harness={"timeout_s": 0.5})
     async with FakeGateway() as gateway:
         gateway.add("r1")
         gateway.set("r1", held_s=3600.0)
         async with controlling(made, gateway):
-            await wait_until(lambda: text(attempt_dir(made) / "harness.log") == "started\n")
+            await wait_until(lambda: text(attempt_dir(made) / "harness.log") == "a\nb\nstarted\n")
             gateway.set("r1", held_s=0.0)
             (rollout,) = await gateway.ended()
     assert (rollout["state"], rollout["failure"], rollout["timed_out"], rollout["reward"]) == (
@@ -92,7 +93,7 @@ async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Lef
         True,
         1.0,
     )
-    assert (attempt_dir(made) / "harness.log").read_text() == "started\n"
+    assert (attempt_dir(made) / "harness.log").read_text() == "a\nb\nstarted\n"
 
 
 async def test_held_time_moves_the_deadline(config: Config, gone: Left) -> None:
@@ -148,6 +149,7 @@ async def test_command_that_is_missing_is_retried_then_infrastructure(
 
 
 async def test_bad_template_is_infrastructure_and_names_the_variable(config: Config, gone: Left) -> None:
+    """Case S04: a template that fails, whatever for, ends the rollout, not the run."""
     made = config(harness={"command": ["echo", "{{ task.promt }}"], "max_attempts": 1})
     (rollout,) = await run(made, task={"prompt": "hi"})
     assert rollout["failure"] == "infrastructure"

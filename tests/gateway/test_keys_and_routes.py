@@ -215,6 +215,19 @@ async def test_groups_of_another_data_set_are_refused(gateway: Gateway) -> None:
         await gateway.client.create_groups([spec | {"task": {"a": 2}}])
 
 
+@pytest.mark.parametrize("field", ["template", "job_template", "command", "config", "kubernetes"])
+async def test_no_template_comes_over_the_api(gateway: Gateway, field: str) -> None:
+    """Case S04: templates are the run file's, a task is none. Groups are made with the control key alone."""
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    spec = {"kind": "train", "step": 99, "slot": 0, "size": 1, "task": {"text": attack}}
+    _, agent = await gateway.start_rollout()
+    control = {"authorization": f"Bearer {control_key(SECRET)}"}
+    assert await status(gateway, "POST", "/api/groups", control, {"groups": [spec | {field: attack}]}) == 422
+    assert await status(gateway, "POST", "/api/groups", {"authorization": f"Bearer {agent}"}, {"groups": [spec]}) == 403
+    (group,) = await gateway.client.create_groups([spec])
+    assert (await gateway.client.rollout(group.rollouts[0].rollout_id)).task == {"text": attack}
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_an_open_address_needs_a_secret(tmp_path: Path, host: str) -> None:
     """Case S05: without one the gateway does not start; where no address is given, only this machine reaches it."""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,18 @@ class Cluster:
     def up(self) -> None:
         """Start what is missing of the test bed."""
         self.script("up")
+
+    def forget_versions(self) -> None:
+        """Make every resource version so far too old to watch from: etcd forgets, and the API server begins anew."""
+        revision = self._etcd("range", key="AA==")["header"]["revision"]
+        self._etcd("compaction", revision=revision, physical=True)
+        self.kill("apiserver")
+        self.up()
+
+    def _etcd(self, call: str, **body: Any) -> Any:
+        url = f"http://127.0.0.1:{self.environment['KT_ETCD_PORT']}/v3/kv/{call}"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as answer:
+            return json.load(answer)
 
     def script(self, name: str, *arguments: str) -> None:
         _run([str(TESTBED / name), *arguments], self.environment)

@@ -166,11 +166,13 @@ async def test_the_workspace_is_saved_after_a_timeout(
     api: KubernetesApi, observer: Observer, make: Maker, gateway: tuple[str, dict[str, bytes]]
 ) -> None:
     """The harness ignores the end of its pod; the keeper ends it while there is time to save what it wrote."""
-    made = make("deaf", "trap '' TERM; echo half > result; while :; do sleep 1; done")
+    made = make("deaf", "trap '' TERM; echo half > result; echo ready; while :; do sleep 1; done")
     name = made.job["metadata"]["name"]
     await api.create_job(made)
     await observer.until(lambda: observer.is_a(Running, name), 120)
-    await asyncio.sleep(1)
+    async with asyncio.timeout(60):
+        while await printed(api, observer, made) != "ready\n":  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
     await api.kill_job(name, "timeout", time.time())
     await observer.until(lambda: observer.is_a(Ended, name), 60)
     found = observer.verdict(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -43,12 +43,8 @@ class Entry:
     metrics: Metrics
 
     def caller(self, scope: Scope) -> Claims:
-        """The claims of the agent key. `/rollouts/ID/...` must name the key's own rollout. Raises Unauthorized."""
-        claims = authenticate(Headers(scope=scope), self.secret, {KeyScope.AGENT})
-        named = scope.get("path_params", {}).get("rollout_id", claims.rollout_id)
-        if named != claims.rollout_id:
-            raise Unauthorized(f"this key belongs to another rollout than {named!r:.80}", forbidden=True)
-        return claims
+        """The claims of the agent key. Raises Unauthorized."""
+        return _caller(scope, self.secret, {KeyScope.AGENT})
 
     async def read(
         self, scope: Scope, receive: Receive, claims: Claims, parse: Callable[[Json, Call], ChatRequest]
@@ -181,10 +177,19 @@ class ModelList:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            authenticate(Headers(scope=scope), self._secret, {KeyScope.AGENT, KeyScope.CONTROL})
+            _caller(scope, self._secret, {KeyScope.AGENT, KeyScope.CONTROL})
             await send_json(send, 200, self._protocol.models([self._name]))
         except RequestError as error:
             await send_json(send, error.status, self._protocol.error(error))
+
+
+def _caller(scope: Scope, secret: bytes, scopes: Collection[KeyScope]) -> Claims:
+    """The claims of a key. On `/rollouts/ID/...`, an agent's must be for that rollout. Raises Unauthorized."""
+    claims = authenticate(Headers(scope=scope), secret, scopes)
+    named = scope.get("path_params", {}).get("rollout_id", claims.rollout_id)
+    if claims.scope is KeyScope.AGENT and named != claims.rollout_id:
+        raise Unauthorized(f"this key belongs to another rollout than {named!r:.80}", forbidden=True)
+    return claims
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -8,8 +8,10 @@ import contextlib
 import io
 import json
 import tarfile
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,14 @@ RUNNING = {"phase": "Running", "containerStatuses": [
 class Told:
     """What the backend told, and the moments at which something was."""
 
-    started: list[str] = field(default_factory=list)
+    started: dict[str, float] = field(default_factory=dict)
     waiting: list[tuple[str, str]] = field(default_factory=list)
     ended: dict[str, Exit] = field(default_factory=dict)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def events(self) -> Events:
         return Events(
-            lambda job, _: self._note(self.started.append, job),
+            lambda job, at: self._note(lambda when: self.started.update({job: when}), at),
             lambda job, why: self._note(self.waiting.append, (job, why)),
             lambda job, exit_: self._note(lambda end: self.ended.update({job: end}), exit_),
         )
@@ -60,14 +62,19 @@ class Told:
         async with self.news:
             self.news.notify_all()
 
+    async def wait(self, why: str) -> None:
+        async with asyncio.timeout(60), self.news:
+            await self.news.wait_for(lambda: ("r.1", why) in self.waiting)
+
     async def end(self, job_id: str = "r.1") -> Exit:
         async with asyncio.timeout(60), self.news:
             await self.news.wait_for(lambda: job_id in self.ended)
         return self.ended[job_id]
 
-    async def start(self, job_id: str = "r.1") -> None:
+    async def start(self, job_id: str = "r.1") -> float:
         async with asyncio.timeout(60), self.news:
             await self.news.wait_for(lambda: job_id in self.started)
+        return self.started[job_id]
 
 
 @pytest.fixture
@@ -236,6 +243,39 @@ async def test_a_job_that_went_while_nobody_looked(
         found = backend.find(rollout("r", started=7.0, **fields))
     assert (found.phase, found.exit) == (phase, exit_)
     assert (found.problem == "its Job disappeared") == (phase is Phase.LOST)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+async def test_a_node_s_clock_moves_no_deadline(
+    config: Config, cluster: FakeCluster, caplog: pytest.LogCaptureFixture, ahead_s: float
+) -> None:
+    """Case T11: a start that cannot be is told as now, with a warning; no duration is negative."""
+    async with opened(settings(config, cluster)) as (backend, told):
+        before = time.time()
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        await cluster.pod(job, {})
+        await told.wait("the pod was not seen by a node yet")
+        started = datetime.fromtimestamp(before + ahead_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        running = {"name": "harness", "state": {"running": {"startedAt": started}}}
+        await cluster.pod(job, {"phase": "Running", "containerStatuses": [running]})
+        assert before <= await told.start() <= time.time()
+        (warning,) = [r.message for r in caplog.records if "clock" in r.message]
+        assert ("started -" in warning) == (ahead_s > 0)
+        await cluster.remove("jobs", job["metadata"]["name"])
+        ended = await told.end()
+        assert ended.started <= ended.ended
+
+
+async def test_a_start_is_the_node_s_where_the_clocks_agree(config: Config, cluster: FakeCluster) -> None:
+    """Case T11: what a watch that was behind learns late counts from when it was."""
+    async with opened(settings(config, cluster)) as (backend, told):
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        at = datetime.now(UTC).replace(microsecond=0)
+        running = {"name": "harness", "state": {"running": {"startedAt": at.strftime("%Y-%m-%dT%H:%M:%SZ")}}}
+        await cluster.pod(job, {"phase": "Running", "containerStatuses": [running]})
+        assert await told.start() == at.timestamp()
 
 
 async def test_a_job_that_is_deleted_while_it_runs_ends_at_once(config: Config, cluster: FakeCluster) -> None:

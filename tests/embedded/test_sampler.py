@@ -14,7 +14,7 @@ from leyden.types import FinishReason
 
 from .conftest import VOCABULARY, tiny_model
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @pytest.fixture
@@ -200,9 +200,11 @@ def slowed(model, wait):
 def test_weight_update_in_the_middle(make):
     """T04, L17: tokens before and after belong to their own weights; no old key or value is read again."""
     old, new, live = tiny_model(seed=0), tiny_model(seed=1), tiny_model(seed=0)
-    reached, go_on = threading.Event(), threading.Event()
+    submitted, reached, go_on = threading.Event(), threading.Event(), threading.Event()
 
     def wait(call):
+        if call == 1:
+            assert submitted.wait(TIMEOUT_S)
         if call == 6:
             reached.set()
             assert go_on.wait(TIMEOUT_S)
@@ -210,6 +212,7 @@ def test_weight_update_in_the_middle(make):
     sampler = make(slowed(live, wait))
     requests = [GenerateRequest(prompt(i, 10 + 5 * i), 15, seed=i) for i in range(3)]
     futures = [sampler.submit(r) for r in requests]
+    submitted.set()
     assert reached.wait(TIMEOUT_S)
     update = sampler.update_weights(lambda: live.load_state_dict(new.state_dict()) and None, 1)
     go_on.set()

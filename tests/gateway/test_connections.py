@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from leyden.gateway.engines.connections import Answer, Connections
+from tests.gateway.conftest import until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -59,7 +60,7 @@ async def serving(server: Bytes, host: str = "127.0.0.1") -> AsyncIterator[Bytes
 
 @pytest.fixture
 async def client() -> AsyncIterator[Connections]:
-    connections = Connections(4.0)
+    connections = Connections(600.0)
     yield connections
     connections.close()
 
@@ -114,9 +115,7 @@ async def test_a_connection_that_the_server_gives_up_is_not_used_again(client: C
     async with serving(Bytes([], close_after=True)) as server:
         for _ in range(3):
             await client.request("GET", server.url, "/")
-            while server.ended < server.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.01)
+            await until(lambda: not any(kept.reusable for kept in client._idle[server.url]))
     assert server.connections == 3
 
 
@@ -126,9 +125,7 @@ async def test_idle_connections_are_dropped_in_time() -> None:
         await asyncio.gather(*(client.request("GET", server.url, "/") for _ in range(5)))
         await asyncio.sleep(0.1)
         await client.request("GET", server.url, "/")
-        async with asyncio.timeout(5):
-            while server.ended < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.ended == 5)
         client.close()
     assert server.connections == 6
 
@@ -151,12 +148,9 @@ async def test_answers_that_are_none(client: Connections, raw: bytes, said: str)
 async def test_a_cancelled_call_closes_its_connection(client: Connections) -> None:
     async with serving(Bytes([None])) as server:
         calling = asyncio.create_task(client.request("GET", server.url, "/"))
-        while not server.requests:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(server.requests))
         calling.cancel()
-        async with asyncio.timeout(2):
-            while not server.ended:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.ended == 1)
         with pytest.raises(asyncio.CancelledError):
             await calling
 

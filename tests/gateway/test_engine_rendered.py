@@ -15,10 +15,10 @@ from aiohttp import web
 
 from leyden.gateway.engines.vllm_wire import ids_apart
 from leyden.types import FinishReason, VersionSpan
-from tests.gateway.conftest import Gateway, serving
+from tests.gateway.conftest import Gateway, serving, until
 from tests.gateway.fake_vllm import FakeVllm, Json, chatted, completed, cut_within, listening, refused
 from tests.gateway.test_chat import BASH, SYSTEM, USER, call, sdk
-from tests.gateway.test_engines import config_for, eventually, metric, refusal
+from tests.gateway.test_engines import config_for, metric, refusal
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -31,9 +31,9 @@ async def vllm() -> AsyncIterator[FakeVllm]:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, vllm: FakeVllm) -> AsyncIterator[Gateway]:
+async def gateway(tmp_path: Path, vllm: FakeVllm, request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
     """There is no tokenizer and no renderer: the model's folder does not exist."""
-    engine = {"render": "engine", "drain_limit_s": 0.2}
+    engine = {"render": "engine", "drain_limit_s": getattr(request, "param", 100)}
     async with serving(config_for(tmp_path, Path("/nowhere/model"), vllm, engine=engine), None) as running:  # type: ignore[arg-type]
         yield running
 
@@ -211,18 +211,26 @@ async def test_log_probs_of_other_tokens_are_absent(gateway: Gateway, vllm: Fake
 async def test_an_update_waits_for_open_calls(gateway: Gateway, vllm: FakeVllm) -> None:
     """POST /api/pause returns when the call is over, and the call is of one version."""
 
-    async def soon(_request: web.Request, _body: Json) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
+    async def later(_request: web.Request, _body: Json) -> web.StreamResponse:
+        await paused.wait()
         order.append("answered")
         return web.json_response(chatted([1], [4]))
 
+    async def pause() -> None:
+        await gateway.client.pause()
+        order.append("paused")
+
+    paused = asyncio.Event()
     order: list[str] = []
-    vllm.script = [soon]
+    vllm.script = [later]
     rollout_id, key = await gateway.start_rollout()
     calling = asyncio.create_task(call(sdk(gateway, key), [USER]))
     await vllm.arrived.wait()
-    await gateway.client.pause()
-    order.append("paused")
+    pausing = asyncio.create_task(pause())
+    while not (await gateway.client._json("GET", "/api/models"))["paused"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    paused.set()
+    await pausing
     await gateway.client.resume()
     await calling
     assert (order, len(vllm.asked)) == (["answered", "paused"], 1)
@@ -230,6 +238,7 @@ async def test_an_update_waits_for_open_calls(gateway: Gateway, vllm: FakeVllm) 
     assert turn.spans == (VersionSpan(0, 1),)
 
 
+@pytest.mark.parametrize("gateway", [0.2], indirect=True)
 async def test_a_call_that_takes_longer_than_the_drain_limit_is_made_again(gateway: Gateway, vllm: FakeVllm) -> None:
     """The turn is wholly of the new version, the wait is not the rollout's, and the harness sees only the answer."""
 
@@ -242,7 +251,7 @@ async def test_a_call_that_takes_longer_than_the_drain_limit_is_made_again(gatew
     calling = asyncio.create_task(call(sdk(gateway, key, max_retries=0), [USER]))
     await vllm.arrived.wait()
     await gateway.client.pause()
-    await eventually(lambda: vllm.cancelled == 1)
+    await until(lambda: vllm.cancelled == 1)
     await gateway.client.put_model("policy", engines=[vllm.url], version=1, lineage="l", context_tokens=2000)
     await gateway.client.resume()
     await calling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from leyden.gateway.engines import GenerateRequest
 from leyden.gateway.engines.vllm_wire import read_completion
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FinishReason, VersionSpan
-from tests.gateway.conftest import Gateway, make_config, serving
+from tests.gateway.conftest import Gateway, make_config, serving, until
 from tests.gateway.fake_vllm import FakeVllm, Json, completed, generated, listening, raw, refused
 from tests.gateway.test_chat import SYSTEM, USER, call, sdk
 
@@ -65,12 +65,6 @@ async def refusal(gateway: Gateway, **options: Any) -> tuple[int, str, str | Non
 async def metric(gateway: Gateway, name: str) -> float:
     text = await gateway.client.metrics()
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
-
-
-async def eventually(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not happened():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_ids_logprobs_and_versions_are_recorded_as_sampled(gateway: Gateway, vllm: FakeVllm) -> None:
@@ -331,7 +325,7 @@ async def test_every_choice_is_recorded(gateway: Gateway, vllm: FakeVllm) -> Non
     rollout_id, key = await gateway.start_rollout()
     with pytest.raises(openai.BadRequestError):
         await call(sdk(gateway, key, max_retries=0), [SYSTEM, USER], n=2)
-    await eventually(lambda: vllm.open == 0)
+    await until(lambda: vllm.open == 0)
     assert (vllm.cancelled, await gateway.turns(rollout_id)) == (1, [])
 
 

@@ -12,7 +12,7 @@ from tests.minis.script import CELLS, FAMILIES, HISTORIES
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 async def test_samples_per_rollout_of_mini_swe_agent(tmp_path: Path) -> None:
     """Tool calls: one sample. Text: one without reasoning and where it is kept; else the template's own forks."""
     async with started(1) as minis:

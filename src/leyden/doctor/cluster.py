@@ -14,7 +14,7 @@ from leyden.types import Claims, Json, Scope
 
 if TYPE_CHECKING:
     from leyden.controller.backends.kubernetes.api import KubernetesApi
-    from leyden.controller.backends.kubernetes.verdict import Object
+    from leyden.controller.backends.kubernetes.objects import Object
     from leyden.doctor.probing import Probed
 
 KEY_S = 3600.0

@@ -18,8 +18,8 @@ from typing import Any
 from leyden.config import RunConfig
 from leyden.controller.backends.kubernetes.api import EVENTS, PODS, ClusterError, KubernetesApi
 from leyden.controller.backends.kubernetes.manifest import Manifest, Program, manifest
+from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.backends.kubernetes.programs import Programs, pods
-from leyden.controller.backends.kubernetes.verdict import Object
 from leyden.doctor.run_file import claim_of
 from leyden.types import Json
 

@@ -9,7 +9,8 @@ from typing import Any
 from leyden.controller.backends.kubernetes.api import JOBS, PODS
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
-from leyden.controller.backends.kubernetes.verdict import Ended, Patience, Running, unix_time, verdict
+from leyden.controller.backends.kubernetes.objects import unix_time
+from leyden.controller.backends.kubernetes.verdict import Ended, Patience, Running, verdict
 from leyden.controller.backends.kubernetes.watch import ADDED, DELETED, MODIFIED, Change
 
 PATIENCE = Patience(queue_s=600, image_s=60, save_s=60)

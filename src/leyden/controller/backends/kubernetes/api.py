@@ -28,7 +28,8 @@ from kubernetes_asyncio import client as kubernetes
 from kubernetes_asyncio import config as kubernetes_config
 
 from leyden.controller.backends.kubernetes.manifest import Manifest
-from leyden.controller.backends.kubernetes.verdict import KILLED, Object
+from leyden.controller.backends.kubernetes.objects import Object
+from leyden.controller.backends.kubernetes.verdict import KILLED
 from leyden.errors import ConfigError, LeydenError
 
 REQUEST_S = 30.0

@@ -35,17 +35,16 @@ from leyden.controller.backends.kubernetes.api import (
 )
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import Pods, Program, is_ours, job_name, label, manifest
+from leyden.controller.backends.kubernetes.objects import Object, unix_time
 from leyden.controller.backends.kubernetes.programs import Programs, pods, redacted
 from leyden.controller.backends.kubernetes.rate import MINUTE_S, CreationRate
 from leyden.controller.backends.kubernetes.verdict import (
     Ended,
-    Object,
     Patience,
     Pending,
     Running,
     Saving,
     Verdict,
-    unix_time,
     verdict,
 )
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes

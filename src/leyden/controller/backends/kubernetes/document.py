@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from jinja2 import Undefined, UndefinedError
 
-from leyden.controller.backends.kubernetes.verdict import Object
+from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.templates import render_strictly
 from leyden.errors import LaunchError
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from leyden.controller.backends.kubernetes.api import EVENTS, JOBS
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
-from leyden.controller.backends.kubernetes.verdict import Object, Seen, unix_time
+from leyden.controller.backends.kubernetes.objects import Object, unix_time
+from leyden.controller.backends.kubernetes.verdict import Seen
 from leyden.controller.backends.kubernetes.watch import DELETED, Change
 
 MOST_WARNED = 5000

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leyden.controller.backends.kubernetes.document import render_document, unexpanded
-from leyden.controller.backends.kubernetes.verdict import KEEPER, Object
+from leyden.controller.backends.kubernetes.objects import Object
+from leyden.controller.backends.kubernetes.verdict import KEEPER
 from leyden.errors import LaunchError
 
 LEAST_TTL_S = 300

@@ -13,13 +13,27 @@ Objects are the API's JSON. Times are Unix seconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from math import inf
-from typing import Any
 
 from leyden.controller.backends.kubernetes.keeper import TOO_LARGE
+from leyden.controller.backends.kubernetes.objects import (
+    Object,
+    age_of,
+    being_deleted,
+    condition_of,
+    container_of,
+    deletion_asked,
+    deletion_due,
+    event_time,
+    is_about,
+    scheduled_at,
+    statuses,
+    uid_of,
+    unix_time,
+    warnings_about,
+)
 from leyden.controller.jobs import OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit
 
 MAIN = frozenset({"harness", "grader"})
@@ -38,8 +52,6 @@ _OWN_STORAGE = (
     "Pod ephemeral local storage usage exceeds the total limit of containers ",
     *(f"Container {name} exceeded its local ephemeral storage limit " for name in sorted(MAIN)),
 )
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class Seen:
     @property
     def deleting(self) -> bool:
         """Whether the Job is deleted or on its way out."""
-        return not self.expected and _deleting(self.job)
+        return not self.expected and being_deleted(self.job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +124,11 @@ Verdict = Pending | Running | Saving | Ended
 
 def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     """How the Job stands at `now`. Asked again later, it may answer otherwise although no object changed."""
-    pod = min(seen.pods, key=_age, default=None)
+    pod = min(seen.pods, key=age_of, default=None)
     kill = _kill(seen.job)
     if pod is None:
         return _without_pod(seen, patience, kill, now)
-    harness = _container(pod, MAIN)
+    harness = container_of(pod, MAIN)
     done = harness.get("state", {}).get("terminated")
     if done:
         return _after_harness(seen, pod, done, patience, kill, now)
@@ -143,7 +155,7 @@ def _after_harness(
     if exit_.error is None and exit_.killed in OWN_ENDS and _keeper(pod).get("exitCode") == TOO_LARGE:
         exit_ = replace(exit_, killed=OVER_LIMIT, note=_keeper_failed(pod))
     others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
-    over = _uid(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
+    over = uid_of(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     if all("terminated" in state for state in others) or over:
         return Ended(replace(exit_, note=exit_.note or _keeper_failed(pod)), _saved(pod))
     if now < ended + patience.save_s:
@@ -169,7 +181,7 @@ def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float
 
     Ends before a deletion or kill was asked for are the agent's own. Kubernetes writes whole seconds.
     """
-    asked = _deletion_asked(pod)
+    asked = deletion_asked(pod)
     if kill is not None:
         return kill[0] if ended >= float(int(kill[1])) else None
     disruption = _disruption(pod)
@@ -184,13 +196,13 @@ def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float
 
 def _end_of_pod(seen: Seen, pod: Object, patience: Patience, kill: tuple[str, float] | None, now: float) -> str | None:
     """Why a pod whose harness did not end will never say how it ended; None while it may."""
-    gone = _uid(pod) in seen.gone or _deletion_due(pod) + patience.settle_s < now
+    gone = uid_of(pod) in seen.gone or deletion_due(pod) + patience.settle_s < now
     if gone and kill:
         return kill[0]
     failed = pod["status"].get("phase") == "Failed"
     if failed or (gone and _disruption(pod)):
         return _disruption(pod) or _failed_pod(pod)
-    asked = _deletion_asked(pod)
+    asked = deletion_asked(pod)
     if _deadline_passed(seen.job, asked or now):
         return TIMEOUT if gone else None
     if kill:
@@ -224,12 +236,12 @@ def _taken_away(pod: Object, reason: str, started: float, ended: float) -> Exit:
 
 def _not_started(seen: Seen, pod: Object, patience: Patience, now: float) -> Pending | Ended:
     why, refused, limit_s = _waits(pod), unix_time(pod["metadata"].get("creationTimestamp")), patience.queue_s
-    warnings = _warnings(seen.events, pod)
-    for status in _statuses(pod):
+    warnings = warnings_about(seen.events, pod)
+    for status in statuses(pod):
         waiting = status.get("state", {}).get("waiting", {})
         reason = waiting.get("reason")
         if reason in _NO_IMAGE | _NO_CONTAINER | _NEVER:
-            first = _event_time(warnings[0]) if warnings else _scheduled(pod)
+            first = event_time(warnings[0]) if warnings else scheduled_at(pod)
             refused, limit_s = max(refused, first), 0.0 if reason in _NEVER else patience.image_s
             break
     news = [e for e in warnings if e.get("message", "").removeprefix("Error: ") not in why + " ErrImagePull"]
@@ -247,7 +259,7 @@ def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None,
         return Ended(Exit(None, None, now, now, error="the Job disappeared, and no pod of it was seen"))
     status, created = job.get("status", {}), unix_time(job["metadata"].get("creationTimestamp"))
     started = unix_time(status.get("startTime")) or created
-    complete, failed = _condition(job, "Complete"), _condition(job, "Failed")
+    complete, failed = condition_of(job, "Complete"), condition_of(job, "Failed")
     if complete:
         ended = unix_time(status.get("completionTime")) or unix_time(complete.get("lastTransitionTime")) or now
         note = "the pod was gone before its exit was read; the Job is complete"
@@ -255,11 +267,11 @@ def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None,
     if failed:
         words = f"{failed.get('reason')}: {failed.get('message', '')}".rstrip(": ")
         return Ended(Exit(None, None, started, now, error=_short(f"{words}; the pod was gone before it was read")))
-    if _deleting(job):
+    if being_deleted(job):
         return Ended(Exit(None, None, started, now, error="the Job was deleted before it had a pod"))
-    if status.get("failed") or status.get("succeeded") or _condition(job, "SuccessCriteriaMet"):
+    if status.get("failed") or status.get("succeeded") or condition_of(job, "SuccessCriteriaMet"):
         return _overdue("the pod is gone and the Job has no condition yet", seen.changed, patience.settle_s, now)
-    warnings = _warnings(seen.events, job)
+    warnings = warnings_about(seen.events, job)
     why = f"{warnings[-1]['reason']}: {warnings[-1].get('message')}" if warnings else "the Job has no pod yet"
     return _overdue(_short(why), created, patience.queue_s, now)
 
@@ -285,7 +297,7 @@ def _disruption(pod: Object) -> str | None:
     status = pod["status"]
     if status.get("reason"):
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    condition = _condition(pod, "DisruptionTarget")
+    condition = condition_of(pod, "DisruptionTarget")
     if condition:
         return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
     return None
@@ -293,31 +305,27 @@ def _disruption(pod: Object) -> str | None:
 
 def _deleted(seen: Seen, pod: Object) -> str:
     name = pod["metadata"]["name"]
-    if any(e.get("reason") == "TaintManagerEviction" and _about(e, pod) for e in seen.events):
+    if any(e.get("reason") == "TaintManagerEviction" and is_about(e, pod) for e in seen.events):
         return f"NodeLost: the pod {name} was deleted because its node {pod['spec'].get('nodeName')} is not ready"
     if seen.deleting:
         return f"the Job of the pod {name} was deleted while it ran"
     return f"the pod {name} was deleted while it ran"
 
 
-def _deleting(job: Object | None) -> bool:
-    return job is None or "deletionTimestamp" in job["metadata"]
-
-
 def _node_silent_since(pod: Object) -> float:
     """The node controller, and nobody else, marks a pod whose containers are ready as not ready."""
-    ready = _condition(pod, "Ready", "False")
-    if ready is None or ready.get("reason") or not _condition(pod, "ContainersReady"):
+    ready = condition_of(pod, "Ready", "False")
+    if ready is None or ready.get("reason") or not condition_of(pod, "ContainersReady"):
         return inf
     return unix_time(ready.get("lastTransitionTime"))
 
 
 def _waits(pod: Object) -> str:
     """What a pod waits for, with Kubernetes' own reason."""
-    scheduled = _condition(pod, "PodScheduled", "False")
+    scheduled = condition_of(pod, "PodScheduled", "False")
     if scheduled:
         return f"{scheduled.get('reason')}: {scheduled.get('message', '')}".rstrip(": ")
-    for status in _statuses(pod):
+    for status in statuses(pod):
         waiting = status.get("state", {}).get("waiting")
         if waiting and waiting.get("reason") != "PodInitializing":
             image = f", image {status.get('image')}" if waiting.get("reason") in _NO_IMAGE | _NEVER else ""
@@ -329,7 +337,7 @@ def _waits(pod: Object) -> str:
 
 def _keeper(pod: Object) -> Object:
     """How the keeper ended; empty while it has not."""
-    done: Object = _container(pod, {KEEPER}).get("state", {}).get("terminated", {})
+    done: Object = container_of(pod, {KEEPER}).get("state", {}).get("terminated", {})
     return done
 
 
@@ -359,7 +367,7 @@ def _kill(job: Object | None) -> tuple[str, float] | None:
 def _deadline_passed(job: Object | None, now: float) -> bool:
     if job is None:
         return False
-    condition = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    condition = condition_of(job, "Failed") or condition_of(job, "FailureTarget")
     if condition is not None:
         return condition.get("reason") == "DeadlineExceeded"
     limit, start = (
@@ -369,76 +377,11 @@ def _deadline_passed(job: Object | None, now: float) -> bool:
     return limit is not None and start > 0 and now >= start + limit - 1
 
 
-def _deletion_asked(pod: Object) -> float | None:
-    """When the pod's deletion was asked for: its timestamp is that time plus the grace period."""
-    metadata = pod["metadata"]
-    if "deletionTimestamp" not in metadata:
-        return None
-    return unix_time(metadata["deletionTimestamp"]) - float(metadata.get("deletionGracePeriodSeconds") or 0)
-
-
-def _deletion_due(pod: Object) -> float:
-    return unix_time(pod["metadata"].get("deletionTimestamp")) or inf
-
-
-def _condition(thing: Object, kind: str, status: str = "True") -> Object | None:
-    conditions = thing.get("status", {}).get("conditions") or ()
-    return next((c for c in conditions if c["type"] == kind and c["status"] == status), None)
-
-
-def _statuses(pod: Object) -> list[Object]:
-    status = pod["status"]
-    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
-
-
-def _container(pod: Object, names: Collection[str]) -> Object:
-    return next((c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] in names), {})
-
-
 def _memory_limit(pod: Object) -> str:
     for container in pod["spec"]["containers"]:
         if container["name"] in MAIN:
             return str(container.get("resources", {}).get("limits", {}).get("memory", "the node's"))
     return "the node's"
-
-
-def _scheduled(pod: Object) -> float:
-    return unix_time((_condition(pod, "PodScheduled") or {}).get("lastTransitionTime"))
-
-
-def _warnings(events: Sequence[Object], thing: Object) -> list[Object]:
-    """The warnings about an object, oldest first; `MissingClusterDNS` stops nobody."""
-    found = [e for e in events if e.get("type") == "Warning" and _about(e, thing) and _stops(e)]
-    return sorted(found, key=_event_time)
-
-
-def _stops(event: Object) -> bool:
-    return event.get("reason") not in ("MissingClusterDNS", "BackOff", "DNSConfigForming")
-
-
-def _about(event: Object, thing: Object) -> bool:
-    return bool(event.get("involvedObject", {}).get("uid") == thing["metadata"].get("uid"))
-
-
-def _event_time(event: Object) -> float:
-    return unix_time(
-        event.get("firstTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp")
-    )
-
-
-def _age(pod: Object) -> tuple[float, str]:
-    return unix_time(pod["metadata"].get("creationTimestamp")), pod["metadata"]["name"]
-
-
-def _uid(pod: Object) -> str:
-    return str(pod["metadata"].get("uid"))
-
-
-def unix_time(text: str | None) -> float:
-    """Unix seconds; 0 for none and for the zero time that stands for none."""
-    if not text:
-        return 0.0
-    return max(0.0, datetime.fromisoformat(text).timestamp())
 
 
 def _short(text: str) -> str:

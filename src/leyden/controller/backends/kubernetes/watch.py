@@ -30,7 +30,7 @@ from leyden.controller.backends.kubernetes.api import (
     KubernetesApi,
     VersionGone,
 )
-from leyden.controller.backends.kubernetes.verdict import Object
+from leyden.controller.backends.kubernetes.objects import Object
 
 log = logging.getLogger(__name__)
 ADDED: Literal["ADDED"] = "ADDED"

@@ -161,7 +161,7 @@ async def test_refused_connection_is_tried_again_until_the_gateway_is_back() -> 
     async with serving(Server()) as url:
         pass
     server = Server((200, {"ok": True}))
-    async with ControlClient(url, "KEY", retry_limit_s=20) as client:
+    async with ControlClient(url, "KEY", retry_limit_s=100) as client:
         call = asyncio.create_task(client.health())
         await asyncio.sleep(0.3)
         assert not call.done()

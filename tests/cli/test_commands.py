@@ -16,8 +16,9 @@ from leyden.cli.evaluating import choose_checkpoint, choose_samples, choose_task
 from leyden.cli.plan import describe
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.cli.training import closing_lines
-from leyden.config import RunConfig, load, parse
+from leyden.config import RunConfig
 from leyden.errors import ConfigError
+from leyden.run_file import load, parse
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from leyden.config import RunConfig, parse
+from leyden.config import RunConfig
 from leyden.controller.backends.kubernetes.manifest import Manifest
 from leyden.doctor import cluster, probe, run_file
 from leyden.doctor.findings import Finding, Level
 from leyden.doctor.place import LOOPBACK, Place, address_towards, free_port, place_of
 from leyden.doctor.probing import OTHERS, Probed, finished, prepare, read_pod
 from leyden.errors import ConfigError
+from leyden.run_file import parse
 
 SHAPES = Path(__file__).parents[1] / "controller" / "kubernetes" / "shapes"
 URL = "http://gateway:8000"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from leyden.config import load, parse
 from leyden.errors import ConfigError
+from leyden.run_file import load, parse
 
 MINIMAL = {
     "run_dir": "runs/one",

@@ -13,9 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from leyden.config import RunConfig, parse
+from leyden.config import RunConfig
 from leyden.controller.loop import run_controller
 from leyden.controller.pressure import Load, Pressure
+from leyden.run_file import parse
 
 CALM = Load(memory_free=0.5, memory_stall=0.0, cpu_wait=0.9, queue=2.0)
 GRADER = [sys.executable, "-c", "from leyden.client import post_reward; post_reward(1.0)"]

@@ -16,13 +16,14 @@ import psutil
 import pytest
 
 from leyden.client import Rollout
-from leyden.config import RunConfig, parse
+from leyden.config import RunConfig
 from leyden.controller.backends import sandbox
 from leyden.controller.backends.launcher import Launcher
 from leyden.controller.backends.sandbox import View, inner_url, mounts, outermost, private, wrap
 from leyden.controller.jobs import Job
 from leyden.errors import ConfigError
 from leyden.gateway.render import ModelRenderer
+from leyden.run_file import parse
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway

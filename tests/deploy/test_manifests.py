@@ -13,12 +13,12 @@ import threading
 
 import pytest
 
-from leyden.config import load
 from leyden.controller.backends.kubernetes.manifest import manifest
 from leyden.controller.backends.kubernetes.programs import Programs
 from leyden.controller.backends.kubernetes.programs import pods as pods_of
 from leyden.doctor.cluster import RIGHTS, restricts
 from leyden.doctor.run_file import check_data, check_templates, claim_of
+from leyden.run_file import load
 from tests.deploy.manifests import DEPLOY, kustomization, objects, one, pods
 
 ALL = objects("base", "doctor")

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
-from leyden import config as run_file
+from leyden import run_file
 from leyden.client import ControlClient, control_key
 from leyden.config import RunConfig
 from leyden.gateway.app import build

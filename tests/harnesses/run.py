@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from leyden import config as run_file
+from leyden import run_file
 from leyden.client import ControlClient, Rollout, control_key
 from leyden.config import RunConfig
 from leyden.controller.loop import run_controller

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from leyden import config as run_file
+from leyden import run_file
 from leyden.gateway.render import ModelRenderer
 from tests.gateway.conftest import make_config
 from tests.harnesses import engine, script

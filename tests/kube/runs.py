@@ -25,7 +25,7 @@ import uvicorn
 import yaml
 from starlette.applications import Starlette
 
-from leyden import config as run_file
+from leyden import run_file
 from leyden.client import ControlClient, control_key
 from leyden.client.records import Rollout
 from leyden.controller.backends.kubernetes.manifest import JOB_ID

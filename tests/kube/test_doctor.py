@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from leyden.config import load
 from leyden.controller.backends.kubernetes.manifest import TEMPLATE
 from leyden.doctor.checkup import Checkup
 from leyden.doctor.cluster import RIGHTS
 from leyden.doctor.findings import Finding, Level
+from leyden.run_file import load
 from tests.kube.accounts import kubeconfig_of
 from tests.kube.cluster import Cluster
 from tests.kube.runs import CALL, GRADE

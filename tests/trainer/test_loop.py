@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from leyden.config import RunConfig, parse
+from leyden.config import RunConfig
 from leyden.errors import GatewayError, TrainingError
+from leyden.run_file import parse
 from leyden.trainer.display import Display
 from leyden.trainer.loop import Cursor, Data, Loop, eval_due
 from leyden.trainer.metrics import current, read_metrics

@@ -7,8 +7,9 @@ import urllib.request
 
 import pytest
 
-from leyden.config import RunConfig, load
+from leyden.config import RunConfig
 from leyden.errors import GatewayError, TrainingError
+from leyden.run_file import load
 from leyden.trainer.run import _unless_a_child_ends, read_data, write_run_json
 from leyden.trainer.serving import serve
 from leyden.trainer.supervise import Children

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from leyden import __version__
-from leyden.config import RunConfig, load
+from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
+from leyden.run_file import load
 
 app = typer.Typer(
     name="leyden",

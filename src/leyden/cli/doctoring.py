@@ -13,9 +13,10 @@ from rich.console import Console
 
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.client import read_or_create_secret
-from leyden.config import RunConfig, load
+from leyden.config import RunConfig
 from leyden.doctor.findings import Finding, Level, ok, problem
 from leyden.errors import ConfigError
+from leyden.run_file import load
 from leyden.trainer.display import Display
 
 STYLES = {Level.OK: "", Level.WARNING: "yellow", Level.PROBLEM: "red", Level.SKIPPED: "dim"}

@@ -10,8 +10,9 @@ from pathlib import Path
 import orjson
 
 from leyden.client import ControlClient, control_key, read_or_create_secret
-from leyden.config import RunConfig, parse
+from leyden.config import RunConfig
 from leyden.errors import ConfigError, GatewayError
+from leyden.run_file import parse
 from leyden.trainer.supervise import Children, child_command, read_gateway_file, wait_for_gateway
 
 PROBE_S = 0.2

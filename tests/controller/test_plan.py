@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from leyden.client import Rollout
+from leyden.controller.board import Board
 from leyden.controller.jobs import Exit, lost
 from leyden.controller.plan import (
     Action,
@@ -125,6 +126,31 @@ def test_an_attempt_that_finds_no_place_is_void_and_its_wait_is_not_the_harness_
     ended = attempt(Phase.EXITED, exit=replace(OK, exit_code=None, killed=kill.reason))
     assert planned([ended], [rollout()], now=70.0) == [Infrastructure("r", f"killed ({kill.reason})")]
     assert planned([attempt(Phase.RUNNING, started=70.0)], [rollout()], now=169.0) == []
+
+
+def test_a_grader_that_finds_no_place_has_its_own_time_left() -> None:
+    """Case K06."""
+    waiting = attempt(Phase.GRADING, exit=OK, tries=2, started=10.0, waits=True, problem="Unschedulable")
+    grading = rollout(state="grading")
+    assert planned([waiting], [grading], now=69.0) == []
+    assert next_deadline(Observed({"r": waiting}), {"r": grading}, LIMITS, 69.0) == 70.0
+    assert planned([waiting], [grading], now=70.0) == [Kill("r.1.grade2", "not started after 60 s: Unschedulable", "r")]
+
+
+def test_a_wait_begins_when_the_job_was_handed_over_and_ends_with_its_start() -> None:
+    """Cases K06, K13: what a limit of Jobs a minute takes is nobody's time in the queue."""
+    board = Board()
+    board.attempts["r"] = attempt(Phase.STARTING, started=10.0, busy=True)
+    board.placed("r.1", 500.0)
+    assert board.attempts["r"].started == 500.0
+    board.started("r.1", 520.0)
+    board.placed("r.1", 530.0)  # the start was told first
+    assert (board.attempts["r"].phase, board.attempts["r"].started) == (Phase.RUNNING, 520.0)
+    board.attempts["r"] = attempt(Phase.GRADING, exit=OK, tries=1, started=600.0, waits=True)
+    board.placed("r.1.grade1", 900.0)
+    assert (board.attempts["r"].started, board.attempts["r"].waits) == (900.0, True)
+    board.started("r.1.grade1", 950.0)
+    assert (board.attempts["r"].started, board.attempts["r"].waits) == (950.0, False)
 
 
 def test_a_controller_takes_over_from_one_that_is_gone() -> None:

@@ -17,7 +17,7 @@ from leyden.client.records import Rollout
 from leyden.controller import workspace
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
-from leyden.controller.jobs import OVER_LIMIT
+from leyden.controller.jobs import OVER_LIMIT, grader_job, harness_job
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.plan import (
     LIVE,
@@ -108,6 +108,7 @@ class Actor:
         self.board.absorb([rollout])
         self.board.change(rollout_id, attempt=rollout.attempt)
         await self.backend.start_harness(claim)
+        self.board.placed(harness_job(rollout_id, rollout.attempt), time.time())
 
     async def _report(self, attempt: Attempt) -> None:
         assert attempt.exit is not None
@@ -143,8 +144,9 @@ class Actor:
         key = self.board.grader_keys.get(attempt.rollout_id)
         if key is None:
             return
-        self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=time.time())
+        self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=time.time(), waits=True)
         await self.backend.start_grader(self.board.rollouts[attempt.rollout_id], key, number)
+        self.board.placed(grader_job(attempt.rollout_id, attempt.attempt, number), time.time())
 
     async def _finish(self, attempt: Attempt) -> None:
         rollout = await self.client.finish(attempt.rollout_id, attempt.attempt)

@@ -46,7 +46,14 @@ class Board:
         for attempt in self.attempts.values():
             if attempt.job_id == job_id and attempt.phase in (Phase.STARTING, Phase.GRADING):
                 phase = Phase.RUNNING if attempt.phase is Phase.STARTING else Phase.GRADING
-                self.change(attempt.rollout_id, phase=phase, started=started)
+                self.change(attempt.rollout_id, phase=phase, started=started, waits=False)
+                return
+
+    def placed(self, job_id: str, now: float) -> None:
+        """A job was handed over; if it does not run yet, its wait for a place begins now."""
+        for attempt in self.attempts.values():
+            if attempt.job_id == job_id and (attempt.phase is Phase.STARTING or attempt.waits):
+                self.change(attempt.rollout_id, started=now)
                 return
 
     def waiting(self, job_id: str, why: str) -> None:
@@ -64,7 +71,7 @@ class Board:
             if attempt.phase in (Phase.STARTING, Phase.RUNNING):
                 self.change(attempt.rollout_id, phase=Phase.EXITED, exit=exit_, killing=False)
             elif attempt.phase is Phase.GRADING:
-                self.change(attempt.rollout_id, phase=Phase.GRADED, grader_exit=exit_, killing=False)
+                self.change(attempt.rollout_id, phase=Phase.GRADED, grader_exit=exit_, killing=False, waits=False)
             return
 
     def forget(self, rollout_id: str) -> None:

@@ -40,9 +40,9 @@ class Phase(StrEnum):
 class Attempt:
     """One attempt as this machine sees it. Times are Unix seconds.
 
-    `started` is the start of the harness, later of the grader, and of the wait while it is STARTING; `tries` counts
-    graders started; `refreshed` is when the gateway's record was last read on purpose; `problem` says why an attempt is
-    lost, or still waits.
+    `started` is the start of the harness, later of the grader, or of the wait for a place to run while it is STARTING
+    or, GRADING, `waits`; `tries` counts graders started; `refreshed` is when the gateway's record was last read on
+    purpose; `problem` says why an attempt is lost, or still waits.
     """
 
     rollout_id: str
@@ -55,6 +55,7 @@ class Attempt:
     refreshed: float = 0.0
     busy: bool = False
     killing: bool = False
+    waits: bool = False
     problem: str = "nothing is known of it on this machine any more"
 
     @property
@@ -222,7 +223,7 @@ def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> li
     deadline = _deadline(attempt, rollout, limits)
     if attempt.killing or deadline is None or now < deadline:
         return []
-    if attempt.phase is Phase.STARTING:
+    if attempt.phase is Phase.STARTING or attempt.waits:
         why = f"not started after {now - attempt.started:.0f} s: {attempt.problem}"
         return [Kill(attempt.job_id, why, attempt.rollout_id)]
     if attempt.phase is Phase.RUNNING and attempt.refreshed < deadline:
@@ -231,7 +232,7 @@ def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> li
 
 
 def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> float | None:
-    if attempt.phase is Phase.STARTING:
+    if attempt.phase is Phase.STARTING or attempt.waits:
         return attempt.started + limits.start_timeout_s
     if attempt.phase is Phase.RUNNING:
         return attempt.started + limits.timeout_s + (rollout.held_s if rollout else 0.0)

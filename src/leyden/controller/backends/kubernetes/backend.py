@@ -172,7 +172,9 @@ class KubernetesBackend:
         graded = self._adopt(grader)
         if isinstance(graded, Ended):
             return replace(attempt, phase=Phase.GRADED, tries=tries[-1], grader_exit=graded.exit)
-        return replace(attempt, phase=Phase.GRADING, tries=tries[-1], started=self._created_at(grader))
+        started = graded.started if isinstance(graded, Running) else self._created_at(grader)
+        waits = not isinstance(graded, Running)
+        return replace(attempt, phase=Phase.GRADING, tries=tries[-1], started=started, waits=waits)
 
     async def forget(self, attempt: Attempt, *, keep: bool) -> None:
         rollout_id, number = attempt.rollout_id, attempt.attempt

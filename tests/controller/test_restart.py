@@ -453,7 +453,8 @@ async def test_what_a_killed_controller_left_is_cleaned_up_by_the_policy(
         gateway.add("live")
         folder = made.run_dir / "attempts"
         async with controlling(made, gateway):
-            await appears(folder / "bad" / "1" / "settled")
+            for name in ("good", "bad"):
+                await appears(folder / name / "1" / "settled")
             await appears(folder / "live" / "1" / "workspace")
             assert [(folder / name / "1" / "workspace").exists() for name in ("good", "bad")] == kept
             (folder / "live" / "1" / "go").touch()

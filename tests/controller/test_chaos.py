@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import json
 import random
+import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from leyden.gateway.render import ModelRenderer
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
 from tests.controller.test_limits import groups_of, groups_possible
-from tests.controller.test_restart import kill9, start_controller, starts
+from tests.controller.test_restart import kill9, start_controller, starts, wait_until
 from tests.gateway.conftest import SECRET, Gateway, make_config, serving
 
 Left = Callable[[], list[str]]
@@ -54,12 +56,11 @@ class Size:
     rollouts: int
     concurrency: int
     kills: int
-    timeout_s: float
     limit_s: float
 
 
-SMALL = Size(40, 10, 2, 4.0, 90.0)
-LARGE = Size(1000, 50, 10, 20.0, 1500.0)
+SMALL = Size(40, 10, 2, 500.0)
+LARGE = Size(1000, 50, 10, 1500.0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def make(tmp_path: Path, model: Path, size: Size) -> RunConfig:
         model,
         harness={
             "command": ["sh", "-c", "echo x >> ../starts; {{ task.script }}"],
-            "timeout_s": size.timeout_s,
+            "timeout_s": 2.0,
             "max_attempts": 50,
             "retry_backoff_s": 0.1,
             "log_bytes": LOG_BYTES,
@@ -106,6 +107,16 @@ class Ends:
                 if rollout.state.terminal:
                     self.final[rollout.rollout_id] = rollout
                     self.changes[rollout.rollout_id].add(rollout.change)
+
+
+def hold_all_but(config: RunConfig, hanging: Sequence[str]) -> None:
+    """Time is held for every other rollout: what ends by itself has all the time that it needs."""
+    trigger = (
+        "CREATE TRIGGER hold AFTER INSERT ON attempts WHEN NEW.rollout_id NOT IN (SELECT value FROM json_each('{}')) "
+        "BEGIN UPDATE attempts SET held_s = 1e6 WHERE rollout_id = NEW.rollout_id AND attempt = NEW.attempt; END"
+    )
+    with contextlib.closing(sqlite3.connect(config.run_dir / "store.sqlite")) as store:
+        store.execute(trigger.format(json.dumps(hanging)))
 
 
 @contextlib.asynccontextmanager
@@ -147,12 +158,13 @@ async def chaos(tmp_path: Path, model: Path, renderer: ModelRenderer, size: Size
         ]
         groups = await gateway.client.create_groups(specs)
         kind_of = {group.rollouts[0].rollout_id: kind for group, kind in zip(groups, kinds, strict=True)}
+        hold_all_but(config, [i for i, kind in kind_of.items() if kind == "hang"])
         begin = time.monotonic()
         async with asyncio.timeout(size.limit_s), killed_again_and_again(config, gateway, size, ends, rng):
             await ends.follow(gateway, size.rollouts)
         seconds = time.monotonic() - begin
         async with controlling(config, Address(gateway.url, control_key(SECRET))):
-            await asyncio.sleep(0.5)
+            await wait_until(lambda: workspaces(config) == [])
         with pytest.raises(GatewayError):
             await gateway.client.claim(next(iter(kind_of)), "c")
     check_ends(config, ends, kind_of)
@@ -189,11 +201,14 @@ def as_it_should(config: RunConfig, kind: str, rollout: Rollout) -> bool:
     return right and rollout.reward == 1.0 and rollout.turns == (1 if kind in ("clean", "crash") else 0)
 
 
+def workspaces(config: RunConfig) -> list[Path]:
+    return [p for p in config.run_dir.glob("attempts/*/*/*") if p.name in ("workspace", "tmp")]
+
+
 def check_nothing_is_left(config: RunConfig, gone: Left) -> None:
     assert gone() == []
     assert groups_of(config) == []
-    left = [p for p in config.run_dir.glob("attempts/*/*/*") if p.name in ("workspace", "tmp")]
-    assert left == [] and list((config.run_dir / "launcher" / "jobs").iterdir()) == []
+    assert workspaces(config) == [] and list((config.run_dir / "launcher" / "jobs").iterdir()) == []
     assert not (config.run_dir / "launcher" / "socket").exists()
     sizes = [path.stat().st_size for path in config.run_dir.glob("attempts/*/*/harness.log")]
     assert max(sizes) < LOG_BYTES + 1000

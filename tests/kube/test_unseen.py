@@ -26,7 +26,7 @@ async def test_watches_that_expired(
     if kube.state is None:
         pytest.skip("only the test bed's etcd is compacted")
     with gates(kube.host) as gate, kubectl_proxy(kube) as url:
-        async with api_proxy(url) as (proxy, kubeconfig):
+        async with api_proxy(url, "jobs", "pods", "events") as (proxy, kubeconfig):
             (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
             async with run(
                 *(kube, namespace, tmp_path, tokenizer_path, python_image),
@@ -46,6 +46,29 @@ async def test_watches_that_expired(
                 assert proxy.expired
                 await it.nothing_left()
                 assert f"the pod {pods[1]} was deleted while it ran" in it.end_of(ids[1], 1)
+
+
+async def test_pods_that_are_seen_before_their_jobs(
+    kube: Cluster, namespace: str, tmp_path: Path, tokenizer_path: Path, python_image: str
+) -> None:
+    """The watch of Jobs lags behind that of pods: nobody has deleted what was not seen yet."""
+    with gates(kube.host) as gate, kubectl_proxy(kube) as url:
+        async with api_proxy(url, "jobs") as (proxy, kubeconfig):
+            (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+            async with run(
+                *(kube, namespace, tmp_path, tokenizer_path, python_image),
+                harness={"timeout_s": 600},
+                kubernetes={"kubeconfig": str(tmp_path / "kubeconfig")},
+            ) as it:
+                ids = await it.add([good()])
+                await it.ended(ids, 120)
+                await proxy.hold()
+                ids += await it.add([good(first=gate.wait("go")), good()])
+                await it.until(lambda: "go" in gate.arrived and it.is_over(harness_job(ids[2], 1)), 120)
+                proxy.release()
+                gate.open("go")
+                assert brief(await it.ended(ids, 240)) == [(SUCCEEDED, None, 1.0, 1)] * 3
+                await it.nothing_left()
 
 
 async def test_what_ends_while_no_controller_runs(

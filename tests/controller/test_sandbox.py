@@ -263,7 +263,7 @@ async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> N
         made = config("echo on; setsid sleep 300 & sleep 300", harness=SANDBOX | {"max_attempts": 1})
         async with controlling(made, gateway):
             await wait_until(lambda: "on" in text(attempt_dir(made, "r3") / "harness.log"))
-            (bwrap,) = _outer_bwraps("/r3/")
+            (bwrap,) = _outer_bwraps(str(attempt_dir(made, "r3")))
             psutil.Process(bwrap.ppid()).send_signal(signal.SIGKILL)
             (rollout,) = await gateway.ended()
             assert [line for line in gone() if "sleep 300" in line] == []

@@ -142,6 +142,34 @@ def make_config(tmp_path: Path, model: Path, /, **sections: Any) -> RunConfig:
     return run_file.parse(document)
 
 
+class Server(uvicorn.Server):
+    """uvicorn looks ten times a second for what it waits for, which hundreds of tests would pay; this one is told to
+    end, and then looks more often.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.end = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.end.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in [*self.servers, *(sockets or [])]:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel()
+        await self.lifespan.shutdown()
+
+
 @asynccontextmanager
 async def serving(
     config: RunConfig, renderer: ModelRenderer, *, engine: ScriptedEngine | None = None, keep_alive_s: float = 10.0
@@ -156,7 +184,7 @@ async def serving(
     client = ControlClient(url, control_key(SECRET))
     gateway = Gateway(url, app, engine, renderer, client, config)
     options: Any = {"interface": "asgi3", "log_config": None, "access_log": False, "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(gateway.counted, **options))
+    server = Server(uvicorn.Config(gateway.counted, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with client:
@@ -164,7 +192,7 @@ async def serving(
                 await client.put_model("policy", engines=["scripted"], version=0, lineage="l", context_tokens=2000)
             yield gateway
     finally:
-        server.should_exit = True
+        server.end.set()
         await task
 
 

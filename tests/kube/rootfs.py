@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 # Required by something, large, and never imported by a harness or by Leyden's parts in a pod.
 LEFT_OUT = frozenset({"torch", "transformers", "pandas", "pyarrow", "datasets", "botocore", "boto3", "hf-xet", "numpy"})
 NEVER_READ = "litellm/proxy/_experimental/"
+UNUSED_S = 7 * 86_400
 NOT_IN_PODS = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "site-packages"}
 
 
@@ -48,7 +50,16 @@ def packages_layer(cache: Path, roots: Iterable[str], busybox: Path, left_out: f
             _add_libraries(root)
             _archive(root, Path(folder, "layer.tar"))
             Path(folder, "layer.tar").rename(layer)
+    layer.touch()
+    _drop_unused(cache)
     return layer
+
+
+def _drop_unused(cache: Path) -> None:
+    """Layers of other versions are half a gigabyte each."""
+    for layer in cache.glob("packages-*.tar"):
+        if layer.stat().st_mtime < time.time() - UNUSED_S:
+            layer.unlink(missing_ok=True)
 
 
 def leyden_layer(folder: Path) -> Path:

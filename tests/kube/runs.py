@@ -179,6 +179,9 @@ class Run:
         found = [j for j in self.things("jobs") if j["metadata"]["annotations"][JOB_ID] == job_id]
         return found[0] if found else None
 
+    def pods(self, job_id: str) -> list[dict[str, Any]]:
+        return [p for p in self.things("pods") if p["metadata"]["annotations"][JOB_ID] == job_id]
+
     def is_over(self, job_id: str) -> bool:
         job = self.job(job_id)
         return job is not None and bool(job["status"].get("conditions"))

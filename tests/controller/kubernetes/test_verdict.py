@@ -222,6 +222,21 @@ def test_the_jobs_deadline() -> None:
     )
 
 
+def test_a_failed_pod_whose_containers_are_gone_made_by_hand() -> None:
+    """As kubelets leave a deleted pod for a moment. It was not seen how the harness ended."""
+    what = seen("deadline_ending")
+    status = what.pods[0]["status"]
+    status["phase"] = "Failed"
+    status["containerStatuses"] = [
+        {"name": name, "state": {"waiting": {"reason": "ContainerCreating"}}} for name in ("keep", "harness")
+    ]
+    status["conditions"] = [{"type": "Initialized", "status": "True"}]
+    error = "the pod failed, and its node does not say how the harness ended"
+    assert judge(what, "08:16:09") == Ended(failed(error, "08:16:09", "08:16:09"))
+    status["conditions"] = [{"type": "Initialized", "status": "False"}]
+    assert judge(what, "08:16:09") == Ended(failed("the pod failed before the harness started", *["08:16:09"] * 2))
+
+
 def test_a_deadline_is_seen_in_the_pod_before_it_is_in_the_job() -> None:
     """Case K06: the Job controller deletes the pod first and writes the condition afterwards."""
     what = seen("deadline_ending")

@@ -283,12 +283,14 @@ def _overdue(why: str, since: float, limit_s: float, now: float) -> Pending | En
 
 
 def _failed_pod(pod: Object) -> str:
-    """A pod that failed before its harness started."""
+    """A pod that failed before its harness started, or of whose containers its node has nothing left to say."""
     for container in pod["status"].get("initContainerStatuses", ()):
         done = container.get("state", {}).get("terminated", {})
         if done.get("exitCode"):
             message = done.get("message", "").strip() or done.get("reason")
             return f"the init container {container['name']} ended with exit {done['exitCode']}: {message}"
+    if condition_of(pod, "Initialized"):
+        return "the pod failed, and its node does not say how the harness ended"
     return "the pod failed before the harness started"
 
 

@@ -51,23 +51,27 @@ async def test_watches_that_expired(
 async def test_pods_that_are_seen_before_their_jobs(
     kube: Cluster, namespace: str, tmp_path: Path, tokenizer_path: Path, python_image: str
 ) -> None:
-    """The watch of Jobs lags behind that of pods: nobody has deleted what was not seen yet."""
+    """The watch of Jobs lags behind that of pods: nobody has deleted what was not seen yet, or what Leyden killed."""
     with gates(kube.host) as gate, kubectl_proxy(kube) as url:
         async with api_proxy(url, "jobs") as (proxy, kubeconfig):
             (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
             async with run(
                 *(kube, namespace, tmp_path, tokenizer_path, python_image),
-                harness={"timeout_s": 600},
+                harness={"timeout_s": 30},
                 kubernetes={"kubeconfig": str(tmp_path / "kubeconfig")},
             ) as it:
-                ids = await it.add([good()])
-                await it.ended(ids, 120)
+                hangs = {"script": f"{CALL} && echo 0.5 > score && {gate.wait('never')}"}
+                ids = await it.add([hangs])
+                await it.until(lambda: "never" in gate.arrived)
                 await proxy.hold()
-                ids += await it.add([good(first=gate.wait("go")), good()])
-                await it.until(lambda: "go" in gate.arrived and it.is_over(harness_job(ids[2], 1)), 120)
+                ids += await it.add([good(), good(0.25)])
+                await it.until(lambda: all(it.is_over(harness_job(rollout_id, 1)) for rollout_id in ids), 180)
                 proxy.release()
-                gate.open("go")
-                assert brief(await it.ended(ids, 240)) == [(SUCCEEDED, None, 1.0, 1)] * 3
+                assert brief(await it.ended(ids, 240)) == [
+                    (FAILED, FailureClass.AGENT, 0.5, 1),
+                    (SUCCEEDED, None, 1.0, 1),
+                    (SUCCEEDED, None, 0.25, 1),
+                ]
                 await it.nothing_left()
 
 

@@ -10,7 +10,7 @@ from leyden.controller.backends.kubernetes.api import JOBS, PODS
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
 from leyden.controller.backends.kubernetes.objects import unix_time
-from leyden.controller.backends.kubernetes.verdict import Ended, Patience, Running, verdict
+from leyden.controller.backends.kubernetes.verdict import KILLED, Ended, Patience, Running, verdict
 from leyden.controller.backends.kubernetes.watch import ADDED, DELETED, MODIFIED, Change
 
 PATIENCE = Patience(queue_s=600, image_s=60, save_s=60)
@@ -37,6 +37,24 @@ def test_a_pod_that_is_seen_before_its_job_runs() -> None:
     ledger.absorb(Change(JOBS, DELETED, job), now)
     found = verdict(ledger.seen("r.1"), PATIENCE, now)
     assert isinstance(found, Ended) and "was deleted while it ran" in str(found.exit.error)
+
+
+def test_a_pod_that_goes_before_its_job_says_who_killed_it() -> None:
+    """The change that kills a Job is one of the Job; the pod's end may be told first."""
+    job, pod = recorded("killed_ending")
+    del job["metadata"]["annotations"][KILLED]
+    job["spec"]["activeDeadlineSeconds"], job["status"]["conditions"] = 3600, []
+    now = unix_time("2026-11-30T08:16:10Z")
+    ledger = Ledger()
+    for change in (Change(JOBS, ADDED, job), Change(PODS, ADDED, pod)):
+        ledger.absorb(change, now)
+    found = verdict(ledger.seen("r.1"), PATIENCE, now)
+    assert isinstance(found, Ended) and "was deleted while it ran" in str(found.exit.error)
+    ledger.kill("r.1", "timeout", unix_time("2026-11-30T08:16:01Z"))
+    assert isinstance(verdict(ledger.seen("r.1"), PATIENCE, now), Running)
+    ledger.absorb(Change(PODS, DELETED, pod), now)
+    found = verdict(ledger.seen("r.1"), PATIENCE, now)
+    assert isinstance(found, Ended) and (found.exit.killed, found.exit.error) == ("timeout", None)
 
 
 def test_what_is_gone_can_be_forgotten() -> None:

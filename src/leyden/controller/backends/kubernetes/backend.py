@@ -144,15 +144,17 @@ class KubernetesBackend:
             if reason == CANCELLED:
                 self._delete(job_id, name, uid)
             else:
-                self._spawn(lambda: self._kill(job_id, name, reason))
+                asked = time.time()
+                self._ledger.kill(job_id, reason, asked)
+                self._spawn(lambda: self._kill(job_id, name, reason, asked))
         if job_id in self._mine and (reason == CANCELLED or job is None):
             now = time.time()
             self._end(job_id, Exit(None, None, now, now, killed=reason))
 
-    async def _kill(self, job_id: str, name: str, reason: str) -> None:
+    async def _kill(self, job_id: str, name: str, reason: str, asked: float) -> None:
         """What a pod printed goes with it, so it is read before."""
         await self._keep_log(job_id)
-        await self._api.kill_job(name, reason, time.time())
+        await self._api.kill_job(name, reason, asked)
 
     def find(self, rollout: Rollout) -> Attempt:
         rollout_id, number = rollout.rollout_id, rollout.attempt

@@ -27,6 +27,7 @@ class Ledger:
         self._warnings: OrderedDict[str, list[Object]] = OrderedDict()
         self._job_of: dict[str, str] = {}
         self._deleted: set[str] = set()
+        self._killed: dict[str, tuple[str, float]] = {}
 
     def absorb(self, change: Change, now: float) -> str | None:
         """Take in a change. Answers the id of the job that it is about, if that is known."""
@@ -76,7 +77,12 @@ class Ledger:
         warnings = [event for uid in uids for event in self._warnings.get(uid, ())]
         gone = frozenset(self._gone.get(job_id, ()))
         expected = job is None and job_id not in self._deleted
-        return Seen(job, tuple(pods.values()), warnings, gone, self._changed.get(job_id, 0.0), expected)
+        changed, killed = self._changed.get(job_id, 0.0), self._killed.get(job_id)
+        return Seen(job, tuple(pods.values()), warnings, gone, changed, expected, killed)
+
+    def kill(self, job_id: str, reason: str, now: float) -> None:
+        """Note that this controller ends a Job."""
+        self._killed[job_id] = reason, now
 
     def is_gone(self, job_id: str) -> bool:
         """Whether neither the Job nor a pod of it exists."""
@@ -90,6 +96,7 @@ class Ledger:
         self._changed.pop(job_id, None)
         self._pod_changed.pop(job_id, None)
         self._deleted.discard(job_id)
+        self._killed.pop(job_id, None)
 
     def _absorb_job(self, job_id: str, job: Object, *, deleted: bool) -> None:
         known = self._jobs.get(job_id)

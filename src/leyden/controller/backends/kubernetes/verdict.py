@@ -59,7 +59,8 @@ class Seen:
     """What is known of one Job. `pods` are in their last known state; `gone` holds the uids of those deleted since.
 
     `job` is None once it is deleted, and while it is only `expected`: a pod may be seen before its Job. `changed` is
-    when one of the objects last changed.
+    when one of the objects last changed. `killed` is why and when this controller ended it, which the Job may not say
+    yet while its pod is on its way out already.
     """
 
     job: Object | None
@@ -68,6 +69,7 @@ class Seen:
     gone: frozenset[str] = frozenset()
     changed: float = 0.0
     expected: bool = False
+    killed: tuple[str, float] | None = None
 
     @property
     def deleting(self) -> bool:
@@ -125,7 +127,7 @@ Verdict = Pending | Running | Saving | Ended
 def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     """How the Job stands at `now`. Asked again later, it may answer otherwise although no object changed."""
     pod = min(seen.pods, key=age_of, default=None)
-    kill = _kill(seen.job)
+    kill = _kill(seen.job) or seen.killed
     if pod is None:
         return _without_pod(seen, patience, kill, now)
     harness = container_of(pod, MAIN)

@@ -95,7 +95,7 @@ async def test_a_gateway_without_a_usable_engine_ends(tmp_path: Path) -> None:
     async with listening(FakeVllm(missing=missing)) as fake:
         write_run(tmp_path, fake)
         status, output = await leyden(tmp_path, "gateway", "run.yaml")
-        assert (status, output.splitlines()[-1].startswith("error: engine http")) == (1, True)
+        assert (status, output.splitlines()[-1].startswith("error: engine http")) == (1, True), output
         assert "return_token_ids" in output.splitlines()[-1]
         status, output = await leyden(tmp_path, "eval", "run.yaml")
     assert (status, "the gateway ended" in output, "return_token_ids" in output) == (1, True, True), output

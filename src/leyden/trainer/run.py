@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OWN_GATEWAY_RETRY_S = 10.0
-DEATH_NOTICE_S = 1.0
+DEATH_NOTICE_S = 10.0
 NEVER_REACHED = 500_000_000
 
 
@@ -130,19 +130,20 @@ async def _serving_checkpoint(
             Children(config.run_dir / "logs", lock) as children,
             _served(config, command, children, await _start_gateway(config, command, children)) as client,
         ):
-            (model,) = await client.models()
+            (model,) = await _unless_a_child_ends(client.models(), children)
             yield Cursor(0, model.version), client, children
         return
     async with _running(config, command, display, folder, lock) as (running, client, children):
         at = running.cursor
         await asyncio.to_thread(running.policy.publish, at.version, "evaluation")
-        await client.put_model(
+        registering = client.put_model(
             config.model.name,
             engines=[running.url],
             version=at.version,
             lineage="evaluation",
             context_tokens=config.model.context_tokens,
         )
+        await _unless_a_child_ends(registering, children)
         yield at, client, children
 
 
@@ -173,10 +174,10 @@ async def _served(
     secret = command.secret or read_or_create_secret(config.run_dir)
     url = config.gateway.url or ""
     if gateway is not None:
-        url = await wait_for_gateway(config.run_dir, gateway)
+        url = await _unless_a_child_ends(wait_for_gateway(config.run_dir, gateway), children)
     retry_s = 60.0 if gateway is None else OWN_GATEWAY_RETRY_S
     async with ControlClient(url, control_key(secret), retry_limit_s=retry_s) as client:
-        await client.models()
+        await _unless_a_child_ends(client.models(), children)
         if config.controller.start:
             await children.start("controller", _child("controller", command))
         yield client
@@ -192,7 +193,7 @@ async def _unless_a_child_ends(work: Coroutine[Any, Any, T], children: Children)
     watching = asyncio.create_task(children.watch())
     try:
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done() and not running.cancelled() and isinstance(running.exception(), GatewayError):
+        if running.done() and not running.cancelled() and _is_a_lost_gateway(running.exception()):
             await asyncio.wait({watching}, timeout=DEATH_NOTICE_S)
         if not watching.done():
             return running.result()
@@ -205,6 +206,10 @@ async def _unless_a_child_ends(work: Coroutine[Any, Any, T], children: Children)
         raise
     finally:
         watching.cancel()
+
+
+def _is_a_lost_gateway(error: BaseException | None) -> bool:
+    return isinstance(error, GatewayError) and error.status is None
 
 
 def write_run_json(config: RunConfig, data: Data) -> None:

@@ -90,7 +90,8 @@ class Observer:
         jobs = [c for kind, c in found if kind == JOBS and c.event != "DELETED"]
         pods = [c for kind, c in found if kind == PODS]
         gone = frozenset(p.object["metadata"]["uid"] for p in pods if p.event == "DELETED" and p.object)
-        return Seen(jobs[0].object if jobs else None, [p.object for p in pods if p.object], (), gone)
+        expected = not any(kind == JOBS for kind, _ in found)
+        return Seen(jobs[0].object if jobs else None, [p.object for p in pods if p.object], (), gone, expected=expected)
 
     def verdict(self, name: str) -> Any:
         return verdict(self.seen(name), Patience(queue_s=600, image_s=60, save_s=60), time.time())

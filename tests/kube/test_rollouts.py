@@ -167,9 +167,15 @@ async def test_a_controller_that_is_gone_is_followed_by_another_one(place: Place
 
 
 async def test_two_controllers_share_a_run(place: Place) -> None:
-    async with run(*place, controllers=("one", "two"), controller={"concurrency": 4}) as it:
-        ids = await it.add(good(n / 16, first="sleep 2") for n in range(16))
-        found = await it.ended(ids, 240)
-        assert brief(found) == [(SUCCEEDED, None, n / 16, 1) for n in range(16)]
-        assert {r.controller for r in found} == {"one", "two"}
-        await it.nothing_left()
+    """Each is full before the first harness goes on."""
+    with gates(place[0].host) as gate:
+        async with run(
+            *place, controllers=("one", "two"), harness={"timeout_s": 600}, controller={"concurrency": 4}
+        ) as it:
+            ids = await it.add(good(n / 16, first=gate.wait(f"g{n}")) for n in range(16))
+            await it.until(lambda: len(gate.arrived) == 8, 180)
+            gate.open(*(f"g{n}" for n in range(16)))
+            found = await it.ended(ids, 300)
+            assert brief(found) == [(SUCCEEDED, None, n / 16, 1) for n in range(16)]
+            assert {r.controller for r in found} == {"one", "two"}
+            await it.nothing_left()

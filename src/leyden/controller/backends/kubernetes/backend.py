@@ -56,6 +56,7 @@ from leyden.types import RolloutState
 log = logging.getLogger(__name__)
 OWNER = "leyden/controller"
 LOOK_S = 1.0
+STRANGE_S = 300.0
 CLOCK_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 MOST_LOG_BYTES = 2**20
@@ -84,8 +85,13 @@ class KubernetesBackend:
 
     @property
     def running(self) -> set[str]:
-        """Ids of all Jobs of the run that exist and are not being deleted."""
-        return {job_id for job_id in self._ledger.jobs() if job_id not in self._deleting}
+        """Ids of the run's Jobs that exist and are not being deleted. Another controller's count after STRANGE_S only:
+        of a younger one the gateway may not have told yet."""
+        return {job_id for job_id in self._ledger.jobs() if job_id not in self._deleting and self._is_told(job_id)}
+
+    def _is_told(self, job_id: str) -> bool:
+        job = self._ledger.job(job_id)
+        return job is None or _owner(job) == self._controller or self._created_at(job_id) < time.time() - STRANGE_S
 
     async def open(self) -> None:
         settings = self._config.kubernetes

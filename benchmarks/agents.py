@@ -8,7 +8,7 @@ import urllib.request
 class Sdk:
     """One call through the OpenAI SDK. Agent Lightning's agents post their reward; Leyden's are graded."""
 
-    def run(self):
+    def run(self) -> None:
         import openai
 
         environment = os.environ

@@ -28,8 +28,10 @@ from aiohttp import web
 import reference
 from common import MODEL, ROOT, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
 from leyden.client import ControlClient, Rollout, control_key, read_or_create_secret
+from leyden.types import RolloutState
 
 REPLY = "```bash\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
+ENDED = [RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED]
 PLAIN = """
 import json, os, urllib.request as u
 body = json.dumps({"model": "bench", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -98,7 +100,9 @@ def serve_engine(port: int) -> None:
 
     async def chat(_: web.Request) -> web.Response:
         """As vLLM answers with `return_token_ids` and `logprobs`."""
-        logprobs = [{"token": f"token_id:{i}", "logprob": -0.5, "bytes": None, "top_logprobs": []} for i in ids]
+        logprobs: list[Any] = [
+            {"token": f"token_id:{i}", "logprob": -0.5, "bytes": None, "top_logprobs": []} for i in ids
+        ]
         message = {"role": "assistant", "content": REPLY}
         choice = {"index": 0, "finish_reason": "stop", "message": message, "token_ids": ids}
         return web.json_response(
@@ -142,9 +146,7 @@ class Runs:
         while len(ended) < count:
             if time.perf_counter() > begin + LIMIT_S:
                 raise TimeoutError(f"{count - len(ended)} of {count} rollouts did not end in {LIMIT_S:.0f} s")
-            rollouts, cursor = await self._client.rollouts(
-                after=cursor, states=["succeeded", "failed", "cancelled"], wait_s=10, tasks=False
-            )
+            rollouts, cursor = await self._client.rollouts(after=cursor, states=ENDED, wait_s=10, tasks=False)
             ended |= {r.rollout_id: r for r in rollouts if r.group_id == group.group_id}
         seconds = time.perf_counter() - begin
         bad = [r for r in ended.values() if r.state != "succeeded" or r.turns != 1]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,24 +23,23 @@ from typing import Any
 import aiohttp
 import psutil
 
-from bench_gateway import call, text, tokens_per_block
-from common import MODEL, child, free_port, gateway_url, leyden, report, wait_for, write_run_file
+from bench_gateway import Target, call, fake_engine, text, tokens_per_block
+from common import MODEL, child, gateway_url, leyden, report, write_run_file
 from leyden.client import ControlClient, control_key, read_or_create_secret
 
-HERE = Path(__file__).resolve().parent
 CALLS, LIVE = 30, 10
-Talk = Callable[[aiohttp.ClientSession, str, str, str], Awaitable[None]]
+Talk = Callable[[aiohttp.ClientSession, Target, str], Awaitable[None]]
 
 
-async def fresh(session: aiohttp.ClientSession, url: str, key: str, size: str) -> None:
+async def fresh(session: aiohttp.ClientSession, target: Target, size: str) -> None:
     for number in range(CALLS):
-        await call(session, url, key, [{"role": "user", "content": f"{number} {size}"}])
+        await call(session, target, [{"role": "user", "content": f"{number} {size}"}])
 
 
-async def conversation(session: aiohttp.ClientSession, url: str, key: str, size: str) -> None:
+async def conversation(session: aiohttp.ClientSession, target: Target, size: str) -> None:
     messages: list[Any] = [{"role": "user", "content": size}]
     for _ in range(CALLS):
-        _, reply = await call(session, url, key, messages)
+        _, reply = await call(session, target, messages)
         messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": size}]
 
 
@@ -61,13 +59,13 @@ class Run:
     def disk_kib(self) -> float:
         return sum(path.stat().st_size for path in self._run_dir.glob("store.sqlite*")) / 1024
 
-    async def start(self) -> tuple[str, str]:
-        """A running rollout: its id and its key."""
+    async def start(self) -> tuple[str, Target]:
+        """A running rollout: its id and what it calls."""
         self._slot += 1
         spec = {"kind": "train", "step": 0, "slot": self._slot, "size": 1, "task": {}}
         (group,) = await self._client.create_groups([spec])
         claim = await self._client.claim(group.rollouts[0].rollout_id, "bench")
-        return claim.rollout.rollout_id, claim.agent_key
+        return claim.rollout.rollout_id, (f"{self._url}/v1/chat/completions", claim.agent_key)
 
     async def end(self, rollout_id: str) -> None:
         await self._client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
@@ -77,8 +75,8 @@ class Run:
     async def one_after_the_other(self, talk: Talk, size: str, rollouts: int) -> str:
         """Runs and ends rollouts; answers the id of the last."""
         for _ in range(rollouts):
-            rollout_id, key = await self.start()
-            await talk(self._session, self._url, key, size)
+            rollout_id, target = await self.start()
+            await talk(self._session, target, size)
             await self.end(rollout_id)
         return rollout_id
 
@@ -92,7 +90,7 @@ class Run:
         new_tokens = sum(len(turn.delta_P) + len(turn.sampled_T) for turn in turns) / len(turns)
         live = [await self.start() for _ in range(LIVE)]
         memory = self.memory_kib()
-        await asyncio.gather(*(talk(self._session, self._url, key, size) for _, key in live))
+        await asyncio.gather(*(talk(self._session, target, size) for _, target in live))
         living = (self.memory_kib() - memory) / (LIVE * CALLS)
         for rollout_id, _ in live:
             await self.end(rollout_id)
@@ -102,13 +100,11 @@ class Run:
 async def measure(name: str, talk: Talk, size: int, rollouts: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         run_file = write_run_file(Path(folder))
-        run_dir, port = Path(folder) / "run", free_port()
-        engine = f"http://127.0.0.1:{port}"
+        run_dir = Path(folder) / "run"
         with (
-            child([sys.executable, str(HERE / "fake_engine.py"), str(port)], Path(folder) / "engine.log"),
+            fake_engine(Path(folder)) as engine,
             child(leyden("gateway", str(run_file)), Path(folder) / "gateway.log") as gateway,
         ):
-            wait_for(f"{engine}/stats")
             url = gateway_url(run_dir)
             key = control_key(read_or_create_secret(run_dir))
             async with ControlClient(url, key) as client, aiohttp.ClientSession() as session:

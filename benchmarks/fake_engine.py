@@ -87,5 +87,12 @@ async def reply(send: Any, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    options = {"http": "httptools", "loop": "uvloop", "log_level": "warning", "timeout_keep_alive": 3600}
-    uvicorn.run(FakeEngine(), host="127.0.0.1", port=int(sys.argv[1]), **options)
+    uvicorn.run(
+        FakeEngine(),
+        host="127.0.0.1",
+        port=int(sys.argv[1]),
+        http="httptools",
+        loop="uvloop",
+        log_level="warning",
+        timeout_keep_alive=3600,
+    )

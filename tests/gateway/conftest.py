@@ -156,7 +156,8 @@ class Server(uvicorn.Server):
         await self.end.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in [*self.servers, *(sockets or [])]:
+        listeners: list[Any] = [*self.servers, *(sockets or [])]
+        for listener in listeners:
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()

@@ -131,7 +131,7 @@ async def measure(cells: Sequence[Cell], rollouts: int, folder: Path, minis: Min
 def _row(cell: Cell, recorded: Recorded, again: Recorded, calls: dict[str, list[Json]], model: ModelRenderer) -> Row:
     turns = [turn for own in recorded.values() for turn in own]
     assert [len(own) for own in again.values()] == [len(own) for own in recorded.values()]
-    canonical = [model.encode(model.decode(turn.sampled_T), add_special_tokens=False) for turn in turns]
+    canonical = [model.encode(model.decode(turn.sampled_T.tolist()), add_special_tokens=False) for turn in turns]
     return Row(
         cell=cell,
         rollouts=len(recorded),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from leyden.controller.backends.kubernetes.api import KubernetesApi
 from tests.kube.cluster import Cluster, cluster
+from tests.kube.observer import Observer
 from tests.kube.rootfs import leyden_layer, packages_layer
 
 PYTHON_IMAGE = "testbed.local/leyden-python:1"
@@ -35,6 +37,21 @@ def namespace(kube: Cluster) -> Iterator[str]:
     """A namespace of the test's own."""
     with kube.namespace() as name:
         yield name
+
+
+@pytest.fixture
+async def api(kube: Cluster, namespace: str) -> AsyncIterator[KubernetesApi]:
+    async with await KubernetesApi.connect(namespace, kube.kubeconfig) as it:
+        yield it
+
+
+@pytest.fixture
+async def observer(api: KubernetesApi) -> AsyncIterator[Observer]:
+    """The changes in the namespace from now on."""
+    it = Observer(api)
+    await it.until(lambda: it.listed() == 2)
+    yield it
+    await it.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from leyden.trainer.metrics import read_metrics
 from leyden.types import TERMINAL, RolloutState, Turn
 from tests.kube.cluster import Cluster
 from tests.kube.conftest import mini_layer
+from tests.kube.observer import Observer
 from tests.kube.rootfs import REPOSITORY
-from tests.kube.test_api import Observer
 
 EXAMPLE = REPOSITORY / "examples" / "micro_swe"
 sys.path.insert(0, str(EXAMPLE))
@@ -48,20 +47,6 @@ def image(kube: Cluster, request: pytest.FixtureRequest) -> str:
         return str(request.getfixturevalue("python_image"))
     kube.add_image(IMAGE, [mini_layer(kube)])
     return IMAGE
-
-
-@pytest.fixture
-async def api(kube: Cluster, namespace: str) -> AsyncIterator[KubernetesApi]:
-    async with await KubernetesApi.connect(namespace, kube.kubeconfig) as it:
-        yield it
-
-
-@pytest.fixture
-async def observer(api: KubernetesApi) -> AsyncIterator[Observer]:
-    it = Observer(api)
-    await it.until(lambda: it.listed() == 2)
-    yield it
-    await it.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import json
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from leyden.controller.backends.kubernetes.api import JOBS, PODS, SECRETS, Kuber
 from leyden.controller.backends.kubernetes.manifest import Manifest, Pods, Program, manifest
 from leyden.controller.backends.kubernetes.verdict import Ended, Running
 from tests.kube.cluster import Cluster
-from tests.kube.test_api import Observer
+from tests.kube.observer import Observer
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(300)]
 
@@ -58,20 +58,6 @@ def gateway(kube: Cluster) -> Iterator[tuple[str, dict[str, bytes]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://{kube.host}:{server.server_port}", Its.kept
         server.shutdown()
-
-
-@pytest.fixture
-async def api(kube: Cluster, namespace: str) -> AsyncIterator[KubernetesApi]:
-    async with await KubernetesApi.connect(namespace, kube.kubeconfig) as it:
-        yield it
-
-
-@pytest.fixture
-async def observer(api: KubernetesApi) -> AsyncIterator[Observer]:
-    it = Observer(api)
-    await it.until(lambda: it.listed() == 2)
-    yield it
-    await it.close()
 
 
 class Maker:

@@ -115,7 +115,7 @@ class HarnessConfig(Section):
 
 class GraderConfig(Section):
     """How a finished attempt gets its reward: exactly one of `command`, `function` (`module:name`), `harness:
-    true`.
+    true`. A reward is one finite number, of 1e12 at most; true and false, and scalars of numpy and torch, are numbers.
     """
 
     command: list[str] | None = None

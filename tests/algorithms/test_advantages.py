@@ -61,3 +61,46 @@ def test_odd_rewards_are_kept():
 def test_not_finite_is_refused(bad):
     with pytest.raises(ValueError, match="must be finite"):
         advantages([1.0, bad], "grpo")
+
+
+@pytest.mark.parametrize("size", [1e200, -1e200, 1e307, 1e-3, 1e12])
+def test_grpo_does_not_depend_on_the_size_of_rewards(size):
+    """Squares of large rewards overflow; 1e-6 beside the standard deviation is nothing."""
+    expected = advantages([0.0, 1.0, 0.0, 1.0], "grpo")
+    result = advantages([0.0, size, 0.0, size], "grpo")
+    np.testing.assert_allclose(result, math.copysign(1, size) * expected, rtol=1e-2 if abs(size) < 1 else 1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_differences_beyond_a_float_are_either_normalised_or_said(method):
+    if method == "grpo":
+        np.testing.assert_allclose(advantages([1.7e308, -1.7e308], "grpo"), [0.70711, -0.70711], atol=1e-5)
+        return
+    assert np.isfinite(advantages([8e307, -8e307], method)).all()
+    if method == "rloo":
+        with pytest.raises(ValueError, match="beyond what a float holds"):
+            advantages([1.7e308, -1.7e308], method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_denormal_rewards_give_finite_advantages(method):
+    result = advantages([5e-324, 0.0, 2.5e-310], method)
+    assert np.isfinite(result).all() and abs(result).max() < 1e-300
+
+
+@pytest.mark.parametrize("mean", [1e6, -1e9, 1e11])
+def test_a_large_mean_does_not_swallow_the_spread(mean):
+    """Differences are taken from the smallest reward, where they are exact."""
+    rewards = [mean, mean + 1, mean, mean + 1]
+    np.testing.assert_allclose(advantages(rewards, "grpo"), advantages([0, 1, 0, 1], "grpo"), rtol=1e-12)
+    np.testing.assert_allclose(advantages(rewards, "mean_only"), [-0.5, 0.5, -0.5, 0.5], rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(20))
+def test_advantages_are_finite_and_sum_to_zero_whatever_the_scale(method, seed):
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.uniform(-300, 12)
+    result = advantages((rng.standard_normal(int(rng.integers(2, 9))) * scale).tolist(), method)
+    assert np.isfinite(result).all()
+    assert abs(result.sum()) <= 1e-12 * max(abs(result).max(), 1e-300) * len(result)

@@ -131,3 +131,79 @@ def test_correction_scales_the_policy_loss_only():
     assert result.loss.item() == pytest.approx(-1.5 - 0.3)
     assert result.max_logprob_diff == pytest.approx(math.log(1.5))
     assert result.sums["kl_rollout"] == pytest.approx(0.5 - math.log(1.5))
+
+
+def masked(*values, **settings):
+    return torch.tensor([values], **settings)
+
+
+def test_impossible_tokens_add_nothing_to_the_entropy():
+    """Two equal tokens and a masked one: log 2, and no gradient at the mask."""
+    logits = masked(0.0, 0.0, -math.inf, requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 1.0, entropy_gradient=True)
+    assert entropy.item() == pytest.approx(0.6931, abs=1e-4)
+    assert logprobs.item() == pytest.approx(-0.6931, abs=1e-4)
+    (logprobs.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(logits.grad, masked(-0.5, 0.5, 0.0))
+
+
+def test_one_possible_token_has_entropy_zero():
+    logits = masked(-math.inf, 3.0, -math.inf, requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), 0.5, entropy_gradient=True)
+    assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
+    (logprobs + entropy).sum().backward()
+    assert logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("size", [1e30, 3e38, -3e38])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 10.0])
+def test_the_largest_floats_are_logits_like_others(size, temperature):
+    logits = masked(size, 0.0, -size, requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, logits.argmax(dim=-1), temperature, entropy_gradient=True)
+    (logprobs + entropy).sum().backward()
+    assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_an_impossible_token_has_no_part_in_the_gradient():
+    """The policy cannot say what was recorded: pi and pi_old are 0, and their ratio is 1."""
+    config = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1)
+    logits = torch.tensor([[0.0, 1.0, -math.inf], [0.0, 1.0, 2.0]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([2, 1]), 1.0, entropy_gradient=True)
+    result = evaluate(
+        config,
+        logprobs,
+        entropy_T=entropy,
+        rollout_T=torch.tensor([-1.0, -1.0]),
+        reference_T=torch.tensor([-math.inf, -1.0]),
+    )
+    result.loss.backward()
+    assert math.isfinite(result.loss.item()) and torch.isfinite(logits.grad).all()
+    assert all(math.isfinite(value) for value in result.sums.values())
+    assert result.max_logprob_diff == 20.0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_losses_are_finite_for_any_logits(seed):
+    """Any mixture of finite and -inf logits, any log-prob of another policy, with and without a mask at the token."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** (seed - 5)
+    logits = torch.randn(6, 9, generator=generator) * min(scale, 1e37)
+    logits[torch.rand(6, 9, generator=generator) < 0.4] = -math.inf
+    logits[:, 0] = 0.0
+    logits.requires_grad_()
+    ids = torch.randint(0, 9, (6,), generator=generator)
+    logprobs, entropy = token_logprobs(logits, ids, 0.7, entropy_gradient=True)
+    others = torch.tensor([-1.0, -math.inf, math.nan, -3e38, 0.0, math.inf])
+    result = evaluate(
+        AlgorithmConfig(kl_coef=0.5, entropy_coef=0.5),
+        logprobs,
+        entropy_T=entropy,
+        old_T=others[torch.randperm(6, generator=generator)].nan_to_num(-1.0, posinf=0.0, neginf=-math.inf),
+        rollout_T=others[torch.randperm(6, generator=generator)],
+        reference_T=others[torch.randperm(6, generator=generator)].nan_to_num(-1.0, posinf=0.0, neginf=-math.inf),
+        advantage_T=torch.randn(6, generator=generator),
+    )
+    result.loss.backward()
+    assert math.isfinite(result.loss.item()) and torch.isfinite(logits.grad).all()
+    assert all(math.isfinite(value) for value in result.sums.values()) and math.isfinite(result.max_logprob_diff)

@@ -218,7 +218,7 @@ async def test_grader_posts_its_reward_with_the_standard_library_only() -> None:
         code, text = await post(url, "0.5")
         assert code == 1 and "reward refused with status 409" in text and "has reward already" in text
         code, text = await post(url, "nan")
-        assert code == 1 and "reward nan is not a finite number" in text and len(server.asked) == 2
+        assert code == 1 and "the reward nan is not a finite number" in text and len(server.asked) == 2
     code, text = await post(url, "1")
     assert code == 1 and "could not be posted to" in text and "KEY" not in text
     code, text = await post("", "1")

@@ -107,7 +107,21 @@ async def test_keys_end_with_their_phase(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(True, 1.0), (False, 0.0), (2, 2.0), (-3.5, -3.5), ("0.5", None), (None, None), ([1], None), ({}, None)],
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (2, 2.0),
+        (-3.5, -3.5),
+        ("0.5", None),
+        (None, None),
+        ([1], None),
+        ({}, None),
+        (1e12, 1e12),
+        (1e200, None),
+        (-1e200, None),
+        (10**18, None),
+        (5e-324, 5e-324),
+    ],
 )
 async def test_reward_values(gateway: Gateway, value: Any, expected: float | None) -> None:
     """Case L05."""
@@ -116,6 +130,33 @@ async def test_reward_values(gateway: Gateway, value: Any, expected: float | Non
     headers = {"authorization": f"Bearer {receipt.grader_key}"}
     assert await status(gateway, "POST", "/api/reward", headers, {"value": value}) == (422 if expected is None else 200)
     assert (await gateway.client.rollout(rollout_id)).reward == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("{}", "value is missing"),
+        ('{"reward": 0.5}', "value is missing"),
+        ('{"value": 0.5, "score": 1}', "score: 1 is refused"),
+        ('{"value": "0.5"}', "value: '0.5' is refused: '0.5' (str) is not a finite number"),
+        ('{"value": 1e200}', "value: 1e+200 is refused: 1e+200 is beyond the largest reward, 1e+12"),
+        ('{"value": 1e400}', "the body is not JSON that can be read: number is infinity"),
+        ("0.5", "the body is a number, not a JSON object"),
+        ("", "value is missing"),
+        ("reward=1", "the body is not JSON"),
+    ],
+)
+async def test_a_refused_reward_shows_the_body_that_is_expected(gateway: Gateway, body: str, said: str) -> None:
+    rollout_id, _ = await gateway.start_rollout()
+    receipt = await gateway.client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+    headers = {"authorization": f"Bearer {receipt.grader_key}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway.url}/api/reward", data=body, headers=headers) as response,
+    ):
+        message = (await response.json())["error"]["message"]
+        assert response.status in (400, 422)
+    assert message.startswith(said) and 'send {"value": 0.5}: one finite number' in message
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])

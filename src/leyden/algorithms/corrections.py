@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leyden.algorithms.losses import LOG_RATIO_LIMIT
+from leyden.algorithms.losses import log_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def truncated_correction(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, cli
     """
     old_logprobs_T = old_logprobs_T.detach()
     missing_T = ~torch.isfinite(rollout_logprobs_T)
-    log_weight_T = torch.where(missing_T, 0.0, old_logprobs_T - rollout_logprobs_T)
+    log_weight_T = log_ratio(old_logprobs_T, torch.where(missing_T, old_logprobs_T, rollout_logprobs_T))
     clipped_T = log_weight_T > math.log(clip)
-    weights_T = log_weight_T.clamp(-LOG_RATIO_LIMIT, math.log(clip)).exp()
+    weights_T = log_weight_T.clamp(max=math.log(clip)).exp()
     return Correction(torch.where(missing_T, 1.0, weights_T), missing_T, clipped_T & ~missing_T)

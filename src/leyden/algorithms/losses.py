@@ -27,16 +27,28 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `ids_T` and entropies of softmax(logits / temperature), both [T], in at least float32.
 
+    A logit may be -inf: that token cannot be sampled and adds nothing to the entropy (0 log 0 = 0).
+
     >>> logits_TV = torch.tensor([[2.0, 1.0, 0.0]])
     >>> logprobs, entropy = token_logprobs(logits_TV, torch.tensor([0]), temperature=0.5)
     >>> round(logprobs.item(), 4)
     -0.1429
     """
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-    all_TV = torch.log_softmax(logits_TV.to(dtype) / temperature, dim=-1)
+    shifted_TV = logits_TV.to(dtype) - logits_TV.detach().amax(
+        dim=-1, keepdim=True
+    )  # a quotient cannot overflow to inf
+    all_TV = torch.log_softmax(shifted_TV / temperature, dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy_T = -(all_TV.exp() * all_TV).sum(dim=-1)
+        entropy_T = -(all_TV.exp() * all_TV.masked_fill(all_TV == -torch.inf, 0.0)).sum(dim=-1)
     return all_TV.gather(1, ids_T[:, None])[:, 0], entropy_T
+
+
+def log_ratio(over_T: Tensor, under_T: Tensor) -> Tensor:
+    """Difference of log-probs within +-LOG_RATIO_LIMIT. A token that is impossible under both has the ratio 1."""
+    both_T = (over_T == -torch.inf) & (under_T == -torch.inf)
+    difference_T = torch.where(both_T, 0.0, over_T) - torch.where(both_T, 0.0, under_T)
+    return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def ppo_clip(
@@ -75,5 +87,5 @@ def k3_kl(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
     >>> k3_kl(torch.tensor([-1.0]), torch.tensor([-2.0])).item()  # e^-1 - 1 + 1
     0.3678794503211975
     """
-    log_q_T = (reference_T - logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_q_T = log_ratio(reference_T, logprobs_T)
     return torch.expm1(log_q_T) - log_q_T

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leyden.algorithms.corrections import truncated_correction
-from leyden.algorithms.losses import k3_kl, ppo_clip
+from leyden.algorithms.losses import k3_kl, log_ratio, ppo_clip
 from leyden.config import AlgorithmConfig
 
 
@@ -44,7 +44,7 @@ def objective(
     """
     old_T = old_T.detach()
     correction = truncated_correction(old_T, rollout_T, config.correction_clip)
-    clipped = ppo_clip(logprobs_T - old_T, advantage_T, config.clip_low, config.clip_high, config.dual_clip)
+    clipped = ppo_clip(log_ratio(logprobs_T, old_T), advantage_T, config.clip_low, config.clip_high, config.dual_clip)
     per_token_T = correction.weights_T * clipped.loss_T
     kl_T = k3_kl(logprobs_T, reference_T) if reference_T is not None else torch.zeros_like(logprobs_T)
     if config.kl_coef > 0:
@@ -52,7 +52,7 @@ def objective(
     if config.entropy_coef > 0:
         per_token_T = per_token_T - config.entropy_coef * entropy_T
     recorded_T = ~correction.missing_T
-    diff_T = (old_T - rollout_T)[recorded_T]
+    diff_T = log_ratio(old_T[recorded_T], rollout_T[recorded_T])
     sums = {
         "entropy": entropy_T,
         "kl_reference": kl_T,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
-import numbers
 import os
 import time
 import urllib.error
 import urllib.request
+from typing import SupportsFloat
 
 from leyden.errors import GatewayError
+from leyden.rewards import reward_number
 
 RETRY_LIMIT_S = 60.0
 
 
-def post_reward(value: float, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
-    """Post one finite number as the attempt's reward, to LEYDEN_REWARD_URL with LEYDEN_KEY.
+def post_reward(value: SupportsFloat, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
+    """Post one finite number as the attempt's reward, to LEYDEN_REWARD_URL with LEYDEN_KEY. What counts as a number
+    says `leyden.rewards.reward_number`.
 
     Raises GatewayError if the variables are missing, the value is not a finite number, the gateway refuses
     it, or no connection was accepted for `retry_limit_s`.
@@ -24,11 +25,13 @@ def post_reward(value: float, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
     url, key = os.environ.get("LEYDEN_REWARD_URL"), os.environ.get("LEYDEN_KEY")
     if not url or not key:
         raise GatewayError("LEYDEN_REWARD_URL and LEYDEN_KEY are not set; run this as the grader of a Leyden run")
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise GatewayError(f"reward {value!r} is not a finite number")
+    try:
+        number = reward_number(value)
+    except ValueError as error:
+        raise GatewayError(f"the reward {error}") from None
     request = urllib.request.Request(  # noqa: S310  (the controller sets the address)
         url,
-        data=json.dumps({"value": float(value)}).encode(),
+        data=json.dumps({"value": number}).encode(),
         headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
         method="POST",
     )

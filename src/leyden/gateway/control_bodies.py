@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from leyden.config import SamplingConfig
 from leyden.errors import Unprocessable
+from leyden.rewards import reward_number
 from leyden.types import RolloutState
 
 LARGEST = 2**63 - 1  # what the store's integers hold
@@ -33,7 +34,10 @@ def read(kind: type[Read], value: Any) -> Read:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise Unprocessable(f"{where}: {first['input']!r:.200} is refused: {first['msg']}", param=where) from None
+        if first["type"] == "missing":
+            raise Unprocessable(f"{where} is missing", param=where) from None
+        why = first["msg"].removeprefix("Value error, ")
+        raise Unprocessable(f"{where}: {first['input']!r:.200} is refused: {why}", param=where) from None
 
 
 class GroupSpec(Body):
@@ -87,10 +91,13 @@ class CancelBody(Body):
     reason: str = "cancelled"
 
 
-class RewardBody(Body):
-    """Which values are rewards is `leyden.store.reward_value`'s to say."""
+SEND_REWARD = '; send {"value": 0.5}: one finite number, nothing else with a grader\'s key'
 
-    value: Any = None
+
+class RewardBody(Body):
+    """Numbers beyond 64 bits are read as floats; true and false are 1 and 0."""
+
+    value: Annotated[Any, AfterValidator(reward_number)]
     rollout_id: str | None = None
     attempt: Whole | None = None
 

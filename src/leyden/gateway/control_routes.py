@@ -20,6 +20,7 @@ from leyden.errors import Conflict, InternalError, RequestError, Unprocessable
 from leyden.gateway.admission import Admission
 from leyden.gateway.auth import authenticate
 from leyden.gateway.control_bodies import (
+    SEND_REWARD,
     Body,
     CancelBody,
     ClaimBody,
@@ -47,7 +48,7 @@ from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
 from leyden.gateway.workspaces import Workspaces
-from leyden.store import Store, reward_value
+from leyden.store import Store
 from leyden.types import Claims, Json, RolloutState, Scope
 
 LONGEST_POLL_S = 60.0
@@ -204,9 +205,7 @@ class ControlApi:
     async def reward(self, call: ControlCall) -> Json:
         body: RewardBody = call.body
         rollout_id, attempt = _subject(call.claims, body.rollout_id, body.attempt)
-        rollout = self.store.rollouts.reward(
-            rollout_id, attempt, reward_value(body.value), while_running=self.config.grader.harness
-        )
+        rollout = self.store.rollouts.reward(rollout_id, attempt, body.value, while_running=self.config.grader.harness)
         return {"reward": rollout["reward"]}
 
     async def put_workspace(self, call: ControlCall) -> Json:
@@ -283,7 +282,8 @@ JSON, GZIP = "application/json", "application/gzip"
 class Operation:
     """One route: what it takes, who may call it, what it answers. `most_bytes` bounds the body more than usual.
 
-    Where there is no `body` to be read, `takes` is the type of one that the handler reads itself.
+    Where there is no `body` to be read, `takes` is the type of one that the handler reads itself. `hint` ends what is
+    said of a body that is refused.
     """
 
     method: str
@@ -295,6 +295,7 @@ class Operation:
     answers: str = JSON
     takes: str | None = None
     most_bytes: int | None = None
+    hint: str = ""
 
 
 _ROLLOUT = "/api/rollouts/{rollout_id}"
@@ -313,7 +314,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", f"{_ROLLOUT}/infrastructure", ControlApi.infrastructure, FailureBody),
     Operation("POST", f"{_ROLLOUT}/give-back", ControlApi.give_back, FailureBody),
     Operation("POST", f"{_ROLLOUT}/cancel", ControlApi.cancel, CancelBody),
-    Operation("POST", "/api/reward", ControlApi.reward, RewardBody, scopes=CONTROL | {Scope.GRADER}),
+    Operation("POST", "/api/reward", ControlApi.reward, RewardBody, scopes=CONTROL | {Scope.GRADER}, hint=SEND_REWARD),
     Operation("PUT", "/api/workspace", ControlApi.put_workspace, scopes=frozenset({Scope.WORKSPACE}), takes=GZIP),
     Operation("GET", "/api/workspace", ControlApi.get_workspace, scopes=frozenset({Scope.GRADER}), answers=GZIP),
     Operation(
@@ -361,7 +362,10 @@ async def _call(api: ControlApi, operation: Operation, request: Request, claims:
     if operation.body is not None:
         limit = operation.most_bytes or api.config.gateway.max_body_bytes
         raw = await read_body(request.scope, request.receive, limit)
-        body = read(operation.body, parse_object(raw or b"{}", api.metrics))
+        try:
+            body = read(operation.body, parse_object(raw or b"{}", api.metrics))
+        except RequestError as error:
+            raise type(error)(f"{error}{operation.hint}", param=error.param, code=error.code) from None
     return ControlCall(request, claims, body, query)
 
 

@@ -16,11 +16,11 @@ import orjson
 
 from leyden.store.controllers import Controllers
 from leyden.store.database import connect
-from leyden.store.rollouts import Rollouts, reward_value
+from leyden.store.rollouts import Rollouts
 from leyden.store.turns import StoredTurn, Turns
 from leyden.types import Json
 
-__all__ = ["Rollouts", "Store", "StoredTurn", "Turns", "reward_value"]
+__all__ = ["Rollouts", "Store", "StoredTurn", "Turns"]
 
 
 class Store:

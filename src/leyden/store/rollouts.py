@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from leyden.errors import Conflict, NotFound, Unprocessable
+from leyden.errors import Conflict, NotFound
 from leyden.store.controllers import LEASE_S
 from leyden.store.database import transaction
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState
@@ -366,15 +366,6 @@ class Rollouts:
     def _announce(self, rollout_id: str) -> Json:
         self._changed()
         return self.get(rollout_id)
-
-
-def reward_value(value: Any) -> float:
-    """A reward is one finite number; true and false count as 1.0 and 0.0. Raises Unprocessable."""
-    if isinstance(value, bool | int | float):
-        number = float(value)
-        if number - number == 0.0:
-            return number
-    raise Unprocessable(f"reward {value!r} is not a finite number", param="value")
 
 
 def _rollout_json(row: sqlite3.Row, *, tasks: bool) -> Json:

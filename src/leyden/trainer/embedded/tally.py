@@ -15,7 +15,8 @@ ProgressCallback = Callable[[int, int], None]
 class UpdateMetrics:
     """Of one update. Fractions, entropy and KL are means over the trained tokens that were computed; `loss` and
     `grad_norm` (before clipping) are means over optimizer steps. Samples without a gradient are skipped and are in
-    no mean. `max_logprob_diff` is max |pi_old - recorded| over tokens with a recorded log-prob. `kl_rollout`
+    no mean. `max_logprob_diff` is max |pi_old - recorded| over tokens with a recorded log-prob, 20
+    at most. `kl_rollout`
     estimates KL(rollout policy || pi_old), `kl_reference` KL(policy || initial policy).
     """
 

@@ -243,11 +243,12 @@ async def test_recover_discards_the_future_and_reopens_the_rest(gateway: Gateway
         assert await status(gateway, "POST", "/v1/chat/completions", headers, body) == 200
     await client.consume([groups[0].group_id])
     recovery = await client.recover(step=0, version=0)
-    assert recovery.discarded == (groups[1].group_id,)
+    assert recovery.discarded == (groups[1].group_id, groups[2].group_id)
     assert recovery.reopened == (groups[0].group_id,)
-    remade = await client.create_groups([spec | {"step": 1}, spec | {"step": 2}])
-    assert [g.group_id for g in remade] == ["train-00001-0000", "train-00002-0000-r1"]
-    assert (await client.rollout(groups[1].rollouts[0].rollout_id)).state == "cancelled"
+    remade = await client.create_groups([spec | {"step": 1}, spec | {"step": 2}, spec | {"step": 3}])
+    assert [g.group_id for g in remade] == ["train-00001-0000", "train-00002-0000-r1", "train-00003-0000-r1"]
+    for gone in groups[1:]:
+        assert (await client.rollout(gone.rollouts[0].rollout_id)).state == "cancelled"
 
 
 async def test_groups_of_another_data_set_are_refused(gateway: Gateway) -> None:

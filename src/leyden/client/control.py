@@ -175,7 +175,7 @@ class ControlClient:
         await self._json("POST", "/api/resume", {})
 
     async def recover(self, *, step: int, version: int) -> Recovery:
-        """Discard groups with tokens of later versions; reopen consumed groups of later steps."""
+        """Discard groups of the future that a checkpoint does not know; reopen consumed ones of its next step."""
         answer = await self._json("POST", "/api/recover", {"step": step, "version": version})
         return Recovery(tuple(answer["discarded"]), tuple(answer["reopened"]))
 

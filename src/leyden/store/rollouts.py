@@ -76,22 +76,30 @@ class Rollouts:
     def recover(self, step: int, version: int) -> tuple[list[str], list[str]]:
         """Bring groups back to a checkpoint of `step` finished steps at policy `version`: (discarded, reopened).
 
-        A group that holds a token of a later version belongs to a future that is gone. A later group that was
-        consumed, but sampled from the checkpoint's own weights, is active again.
+        Used again is what these weights sample for now: the training groups of the next step and the evaluation of
+        this one, unless they hold a token of a later version; consumed ones are active again. Groups of later steps
+        belong to a future that is gone, also where nothing was sampled yet: they would run too early.
         """
+        now = {"next": step + 1, "this": step, "version": version}
         with transaction(self._db):
-            discarded = self._ids(
+            later = self._ids(
+                "SELECT group_id FROM groups WHERE state <> 'discarded' AND "
+                "step > CASE kind WHEN 'train' THEN :next ELSE :this END",
+                now,
+            )
+            sampled_later = self._ids(
                 "SELECT DISTINCT r.group_id FROM rollouts r JOIN groups g USING (group_id) JOIN attempts a "
                 "ON a.rollout_id = r.rollout_id AND a.attempt = r.attempt "
-                "WHERE g.state <> 'discarded' AND a.max_version > ?",
-                version,
+                "WHERE g.state <> 'discarded' AND a.max_version > :version",
+                now,
             )
+            discarded = sorted({*later, *sampled_later})
             for group_id in discarded:
-                self._discard(group_id, f"sampled after version {version}, to which the run went back")
+                self._discard(group_id, f"made after step {step} at version {version}, to which the run went back")
             reopened = self._ids(
-                "UPDATE groups SET state = 'active' WHERE state = 'consumed' AND kind = 'train' AND step > ? "
+                "UPDATE groups SET state = 'active' WHERE state = 'consumed' AND kind = 'train' AND step = :next "
                 "RETURNING group_id",
-                step,
+                now,
             )
         self._changed()
         return discarded, reopened
@@ -333,8 +341,7 @@ class Rollouts:
     def _discard(self, group_id: str, reason: str) -> None:
         self._db.execute("UPDATE groups SET state = 'discarded' WHERE group_id = ?", (group_id,))
         for rollout_id in self._ids(
-            f"SELECT rollout_id FROM rollouts WHERE group_id = ? AND state NOT IN ({_TERMINAL})",
-            group_id,
+            f"SELECT rollout_id FROM rollouts WHERE group_id = ? AND state NOT IN ({_TERMINAL})", (group_id,)
         ):
             self._cancel(rollout_id, reason)
 
@@ -360,7 +367,7 @@ class Rollouts:
         ).fetchone()[0]
         return value
 
-    def _ids(self, sql: str, *arguments: Any) -> list[str]:
+    def _ids(self, sql: str, arguments: Sequence[Any] | Json = ()) -> list[str]:
         return [row[0] for row in self._db.execute(sql, arguments).fetchall()]
 
     def _announce(self, rollout_id: str) -> Json:

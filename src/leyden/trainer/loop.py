@@ -13,12 +13,13 @@ Order of writes, and why a crash at any point loses or repeats nothing. A step s
 
 A run starts from the newest complete checkpoint (step c, version w; 0, 0 without one) with a new lineage id,
 and says so in metrics.jsonl; lines of steps after c that stand before that line are superseded. `POST
-/api/recover` discards every group that holds a token of a version after w and reopens consumed groups of
-steps after c. So:
+/api/recover` keeps what version w samples for now, groups of step c + 1 and of the evaluation of step c, whether
+finished, running or queued, and makes consumed ones active again; groups of later steps, and those that hold a token
+of a version after w, are discarded. So:
 
-    crash before 6  step s is not in the checkpoint. Its groups were sampled at versions <= w (then they are used
-                    again as they stand and give the same update) or later (then they are discarded, and the same
-                    tasks are run anew, for the tasks of a step follow from the seed alone).
+    crash before 6  step s is not in the checkpoint. Its groups are used again as they stand (s is c + 1: they give the
+                    same update), or they are discarded, and the same tasks are run anew when step s comes, for the
+                    tasks of a step follow from the seed alone.
     between 6 and 7 the groups of step s are still active although the checkpoint holds them: groups of steps <= c
                     are consumed at the start.
     during 8        the evaluation of step c is missing from the lines that hold: it is run (its finished rollouts are

@@ -49,18 +49,22 @@ harnesses-smoke: $(STAMP)
 	$(BIN)/python -m tests.harnesses --smoke
 
 vllm: $(STAMP)
+	$(BIN)/python -m tests.vllm.set_up
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m vllm -rs tests/vllm
 
 vllm-smoke: $(STAMP)
+	$(BIN)/python -m tests.vllm.set_up
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "vllm and not slow" -rs tests/vllm
 
 chaos: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -s -m chaos tests/controller
 
 kube-smoke: $(STAMP)
+	$(BIN)/python -m tests.kube.set_up
 	PATH="$(abspath $(BIN)):$$PATH" LEYDEN_KUBE_ROLLOUTS=4 scripts/test -m kube tests/kube/test_rollouts.py -k many
 
 kube: $(STAMP)
+	$(BIN)/python -m tests.kube.set_up
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m kube tests/kube
 
 check: $(STAMP)

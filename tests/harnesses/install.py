@@ -6,21 +6,17 @@ npm folder for each JavaScript one. What is there already in the right version i
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.set_up import NotHere, SetUpFailed, Step, cache, install_once, python_that_runs
+
 AT_ONCE = 3
-
-
-class NotHere(Exception):
-    """The machine lacks what a harness needs; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +34,10 @@ class Python:
     needs: tuple[str, ...]
     lowest: tuple[int, int] = (3, 11)
 
-    def install(self, folder: Path) -> None:
-        subprocess.run([interpreter(self.lowest), "-m", "venv", folder], check=True)
-        _quiet([folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *self.needs])
+    def install(self, step: Step, folder: Path) -> None:
+        step.run([interpreter(self.lowest), "-m", "venv", folder])
+        pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar=off"]
+        step.run([*pip, *self.needs])
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,12 @@ class Npm:
 
     needs: tuple[str, ...]
 
-    def install(self, folder: Path) -> None:
+    def install(self, step: Step, folder: Path) -> None:
         if not (shutil.which("node") and shutil.which("npm")):
             raise NotHere("node and npm are not on PATH")
         folder.mkdir(parents=True)
         (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
-        _quiet(["npm", "install", "--no-audit", "--no-fund", "--silent", *self.needs], folder)
+        step.run(["npm", "install", "--no-audit", "--no-fund", "--no-progress", *self.needs], cwd=folder)
 
 
 PACKAGES: dict[str, Python | Npm] = {
@@ -86,7 +83,7 @@ PACKAGES: dict[str, Python | Npm] = {
 
 
 def installed() -> Path:
-    return Path(os.environ.get("LEYDEN_HARNESSES") or Path.home() / ".cache" / "leyden" / "harnesses")
+    return Path(os.environ.get("LEYDEN_HARNESSES") or cache() / "harnesses")
 
 
 def install(names: Iterable[str]) -> dict[str, Missing]:
@@ -97,35 +94,23 @@ def install(names: Iterable[str]) -> dict[str, Missing]:
 
 
 def interpreter(lowest: tuple[int, int]) -> str:
-    """Python 3.12 if there is one, which all harnesses run on; else this one."""
-    found = shutil.which("python3.12")
-    if found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
-        return found
-    if sys.version_info < lowest:
-        raise NotHere(f"python{lowest[0]}.{lowest[1]} is not on PATH")
-    return sys.executable
+    """Python 3.12 if there is one, which all harnesses run on; else another that is not older than `lowest`."""
+    allowed = [f"3.{minor}" for minor in (12, 13, 11) if minor >= lowest[1]]
+    found = python_that_runs(*allowed)
+    if found is None:
+        raise NotHere(f"none of python{', python'.join(allowed)} runs from PATH")
+    return found
 
 
 def _install(name: str) -> Missing | None:
     package, folder = PACKAGES[name], installed() / name
-    done = folder / ".installed"
-    if done.exists() and json.loads(done.read_text()) == list(package.needs):
-        return None
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"installing {name}", flush=True)
     try:
-        package.install(folder)
+        install_once(name, folder, package.needs, lambda step: package.install(step, folder))
     except NotHere as reason:
         return Missing(str(reason))
-    except subprocess.CalledProcessError as error:
-        return Missing(f"the installation failed: {(error.stderr or str(error))[-500:]}", failed=True)
-    done.write_text(json.dumps(package.needs))
+    except SetUpFailed as reason:
+        return Missing(f"the installation failed: {reason}", failed=True)
     return None
-
-
-def _quiet(command: list[str | Path], cwd: Path | None = None) -> None:
-    subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
 
 
 def main() -> None:

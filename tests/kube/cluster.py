@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import set_up
+
 TESTBED = Path(__file__).parent / "testbed"
 BUSYBOX = "testbed.local/busybox:1"
 MOST_TESTBEDS = 8
@@ -112,7 +114,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """The cluster that KUBECONFIG names, else a test bed in a private folder, gone at the end.
 
-    With KUBECONFIG, LEYDEN_KUBE_HOST is this machine's address as pods see it.
+    With KUBECONFIG, LEYDEN_KUBE_HOST is this machine's address as pods see it. Raises NotHere and SetUpFailed.
     """
     given = os.environ.get("KUBECONFIG")
     if given:
@@ -120,27 +122,32 @@ def cluster() -> Iterator[Cluster]:
         image = os.environ.get("LEYDEN_KUBE_BUSYBOX", "busybox:1.36")
         yield Cluster(Path(given), host, image, None, dict(os.environ))
         return
+    if not (cache() / "bin" / "kubelet").exists():
+        raise set_up.NotHere(f"nothing in {cache()}: run `python -m tests.kube.set_up`, as `make kube` does")
     with _slot() as number:
         state = Path(tempfile.mkdtemp(prefix="leyden-kube-", dir=_fast_folder()))
         environment = _environment(state, number)
         with _guard(environment, state):
-            _run([str(TESTBED / "build")], environment)
             _run([str(TESTBED / "up")], environment)
             yield Cluster(state / "admin.kubeconfig", f"10.213.{number}.1", BUSYBOX, state, environment)
 
 
+def cache() -> Path:
+    """What all test beds share: binaries, unpacked packages, layers of images."""
+    return Path(os.environ.get("KT_CACHE") or set_up.cache() / "kube")
+
+
 def _environment(state: Path, number: int) -> dict[str, str]:
-    cache = Path(os.environ.get("KT_CACHE") or Path.home() / ".cache" / "leyden" / "kube")
     return {
         **os.environ,
-        "KT_CACHE": str(cache),
+        "KT_CACHE": str(cache()),
         "KT_STATE": str(state),
         "KT_BRIDGE": f"kt{number}",
         "KT_POD_NET": f"10.213.{number}",
         "KT_SVC_NET": f"10.214.{number}",
         "KT_ETCD_PORT": str(12379 + 2 * number),
         "KUBECONFIG": str(state / "admin.kubeconfig"),
-        "PATH": f"{cache / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{cache() / 'bin'}:{os.environ['PATH']}",
     }
 
 
@@ -163,7 +170,7 @@ def _slot() -> Iterator[int]:
             if not Path(f"/sys/class/net/kt{number}").exists():
                 yield number
                 return
-    raise RuntimeError(f"all {MOST_TESTBEDS} test beds are taken: ip link show type bridge")
+    raise set_up.NotHere(f"all {MOST_TESTBEDS} test beds are taken: ip link show type bridge")
 
 
 @contextmanager
@@ -185,4 +192,4 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         command, check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode:
-        raise RuntimeError(f"{command[0]}: {done.stdout.strip()}")
+        raise set_up.SetUpFailed(f"{command[0]}: {done.stdout.strip()}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from leyden.controller.backends.kubernetes.api import KubernetesApi
 from tests.kube.cluster import Cluster, cluster
+from tests.kube.images import IMAGES
 from tests.kube.observer import Observer
-from tests.kube.rootfs import leyden_layer, packages_layer
+from tests.standing import fixtures_used, stand
 
-PYTHON_IMAGE = "testbed.local/leyden-python:1"
+CLUSTER = pytest.StashKey[Cluster]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,11 +25,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("kube")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Boots the cluster and makes the images that the chosen tests ask for."""
+    used = fixtures_used(session)
+    if "kube" not in used:
+        return
+    kube = session.config.stash[CLUSTER] = stand(session, "Kubernetes", cluster)
+    for fixture in IMAGES.keys() & used if kube.state else ():
+        image = IMAGES[fixture]
+        stand(session, f"image {image.name}", lambda image=image: image.known_to(kube))
+
+
 @pytest.fixture(scope="session")
-def kube() -> Iterator[Cluster]:
-    """The cluster of the session, booted once."""
-    with cluster() as it:
-        yield it
+def kube(pytestconfig: pytest.Config) -> Cluster:
+    """The cluster of the session."""
+    return pytestconfig.stash[CLUSTER]
 
 
 @pytest.fixture
@@ -55,16 +65,21 @@ async def observer(api: KubernetesApi) -> AsyncIterator[Observer]:
 
 
 @pytest.fixture(scope="session")
-def python_image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An image with this interpreter, Leyden as it is in the repository, and mini-swe-agent."""
+def python_image(kube: Cluster) -> str:
+    """Python, Leyden as it is in the repository, and mini-swe-agent."""
     if kube.state is None:
         name = os.environ.get("LEYDEN_KUBE_PYTHON")
         return name or pytest.skip("set LEYDEN_KUBE_PYTHON to an image with Python, Leyden and mini-swe-agent")
-    kube.add_image(PYTHON_IMAGE, [mini_layer(kube), leyden_layer(tmp_path_factory.mktemp("leyden-layer") / "root")])
-    return PYTHON_IMAGE
+    return IMAGES["python_image"].name
 
 
-def mini_layer(kube: Cluster) -> Path:
-    """A root file system with this interpreter and mini-swe-agent."""
-    cache = Path(kube.environment["KT_CACHE"])
-    return packages_layer(cache / "images", ("mini-swe-agent",), cache / "root" / "bin" / "busybox")
+@pytest.fixture(scope="session")
+def agent_image(kube: Cluster, request: pytest.FixtureRequest) -> str:
+    """Python and mini-swe-agent; in the test bed without Leyden."""
+    return str(request.getfixturevalue("python_image")) if kube.state is None else IMAGES["agent_image"].name
+
+
+@pytest.fixture(scope="session")
+def leyden_image(kube: Cluster) -> str:
+    """What deploy/Dockerfile makes, of this environment's packages."""
+    return IMAGES["leyden_image"].name if kube.state else pytest.skip("deploys to a test bed only")

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -27,7 +26,7 @@ from tests.deploy.manifests import DEPLOY, Object, objects, one, pods
 from tests.gateway.fake_vllm import FakeVllm, listening
 from tests.kube.accounts import kubeconfig_of
 from tests.kube.cluster import Cluster
-from tests.kube.rootfs import REPOSITORY, leyden_layer, packages_layer
+from tests.kube.images import IMAGES
 from tests.kube.runs import CALL, GRADE
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(600)]
@@ -43,8 +42,7 @@ RESOURCES = (
 )
 SECRET = "d" * 40
 TASK = {"prompt": "p", "files": {"words.txt": "0.25\n"}}
-WITHOUT = frozenset({"torch", "transformers", "pandas", "datasets", "botocore", "boto3"})
-IMAGE = "testbed.local/leyden:1"
+IMAGE = IMAGES["leyden_image"].name
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +115,6 @@ async def test_rights_are_exactly_those_of_the_backend(
                 if await api.allowed(verb, group, resource)
             }
         assert allowed == expected, namespace
-
-
-@pytest.fixture(scope="session")
-def leyden_image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What deploy/Dockerfile makes, of this environment's packages: all that Leyden requires, with Kubernetes."""
-    if kube.state is None:
-        pytest.skip("deploys to a test bed only")
-    cache = Path(kube.environment["KT_CACHE"])
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    roots = [*project["dependencies"], *project["optional-dependencies"]["kubernetes"]]
-    names = [root.partition(">")[0].partition("=")[0] for root in roots]
-    packages = packages_layer(cache / "images", names, cache / "root" / "bin" / "busybox", WITHOUT)
-    kube.add_image(IMAGE, [packages, leyden_layer(tmp_path_factory.mktemp("deployed") / "root")])
-    return IMAGE
 
 
 def run_file(kube: Cluster, rollouts: str, engine: str, port: int) -> dict[str, Any]:

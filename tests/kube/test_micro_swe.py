@@ -24,7 +24,6 @@ from leyden.store import Store
 from leyden.trainer.metrics import read_metrics
 from leyden.types import TERMINAL, RolloutState, Turn
 from tests.kube.cluster import Cluster
-from tests.kube.conftest import mini_layer
 from tests.kube.observer import Observer
 from tests.kube.rootfs import REPOSITORY
 
@@ -35,22 +34,12 @@ import demo  # noqa: E402
 import grade  # noqa: E402
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(1800)]
-IMAGE = "testbed.local/agent:1"
 GROUPS, SIZE = 2, 4
 LIMIT_S = 1200
 
 
 @pytest.fixture
-def image(kube: Cluster, request: pytest.FixtureRequest) -> str:
-    """An image with Python and mini-swe-agent; in the test bed without Leyden."""
-    if kube.state is None:
-        return str(request.getfixturevalue("python_image"))
-    kube.add_image(IMAGE, [mini_layer(kube)])
-    return IMAGE
-
-
-@pytest.fixture
-def overrides(kube: Cluster, namespace: str, image: str, tmp_path: Path) -> list[str]:
+def overrides(kube: Cluster, namespace: str, agent_image: str, tmp_path: Path) -> list[str]:
     """What a user says of this cluster, and one short step.
 
     Cooler sampling lets more rollouts pass; by the entropy term the step learns even where all of a group
@@ -65,7 +54,7 @@ def overrides(kube: Cluster, namespace: str, image: str, tmp_path: Path) -> list
         f"data.validation={data / 'validation.jsonl'}",
         f"gateway.host={kube.host}",
         "gateway.port=0",
-        f"kubernetes.image={image}",
+        f"kubernetes.image={agent_image}",
         f"kubernetes.namespace={namespace}",
         f"kubernetes.kubeconfig={kube.kubeconfig}",
         "kubernetes.resources.requests={cpu: 100m, memory: 128Mi}",
@@ -98,7 +87,7 @@ async def train(overrides: list[str], output: Path) -> int | None:
     return process.returncode
 
 
-async def test_mini_in_the_image_is_as_its_wheel_recorded_it(kube: Cluster, namespace: str, image: str) -> None:
+async def test_mini_in_the_image_is_as_its_wheel_recorded_it(kube: Cluster, namespace: str, agent_image: str) -> None:
     """Its console scripts aside, which an installer writes."""
     lines = [
         "import base64, hashlib, json",
@@ -108,7 +97,7 @@ async def test_mini_in_the_image_is_as_its_wheel_recorded_it(kube: Cluster, name
         "mini = metadata.distribution('mini-swe-agent')",
         "print(json.dumps([mini.version, [f for f in changed_files(mini) if not f.startswith('..')]]))",
     ]
-    container = {"name": "look", "image": image, "command": ["python3", "-c", "\n".join(lines)]}
+    container = {"name": "look", "image": agent_image, "command": ["python3", "-c", "\n".join(lines)]}
     spec = {"restartPolicy": "Never", "containers": [container]}
     kube.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "look"}, "spec": spec}, namespace=namespace)
     end = time.monotonic() + 120
@@ -121,7 +110,7 @@ async def test_mini_in_the_image_is_as_its_wheel_recorded_it(kube: Cluster, name
 
 
 async def test_one_step_of_training(
-    api: KubernetesApi, observer: Observer, overrides: list[str], image: str, tmp_path: Path
+    api: KubernetesApi, observer: Observer, overrides: list[str], agent_image: str, tmp_path: Path
 ) -> None:
     output, run_dir = tmp_path / "output.txt", tmp_path / "run"
     assert await train(overrides, output) == 0, written(output)
@@ -135,7 +124,7 @@ async def test_one_step_of_training(
     made = Counter(job["metadata"]["labels"]["leyden/job"] for job in jobs)
     assert {job: n for job, n in made.items() if ".grade" not in job} == dict.fromkeys(attempts, 1)
     assert {f"{r['rollout_id']}.{r['attempt']}.grade1" for r in rollouts} <= set(made)
-    assert {c["image"] for job in jobs for c in job["spec"]["template"]["spec"]["containers"]} == {image}
+    assert {c["image"] for job in jobs for c in job["spec"]["template"]["spec"]["containers"]} == {agent_image}
 
     assert {t.rollout_id for t in turns} == {r["rollout_id"] for r in rollouts}
     for turn in turns:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from leyden.gateway.render import ModelRenderer
-from tests.vllm.install import NotHere, python
+from tests.standing import fixtures_used, stand
 from tests.vllm.model import Reference, make_model
 from tests.vllm.server import Vllm, serving_vllm
+from tests.vllm.set_up import interpreter
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,21 +34,40 @@ class Weights:
     second: Path
 
 
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    folder = tmp_path_factory.mktemp("qwen3")
-    return Weights(make_model(folder / "first", 0), make_model(folder / "second", 1))
+@dataclass(frozen=True)
+class Standing:
+    weights: Weights
+    vllm: Vllm
+
+
+STANDING = pytest.StashKey[Standing]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts one server for all tests, since it takes a minute."""
+    if fixtures_used(session) & {"vllm", "weights"}:
+        session.config.stash[STANDING] = stand(session, "vLLM", server)
+
+
+@contextmanager
+def server() -> Iterator[Standing]:
+    """Raises NotHere and SetUpFailed."""
+    python = interpreter()
+    with tempfile.TemporaryDirectory(prefix="leyden-vllm-", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        weights = Weights(make_model(folder / "first", 0), make_model(folder / "second", 1))
+        with serving_vllm(python, weights.first, folder / "vllm.log") as url:
+            yield Standing(weights, Vllm(url))
 
 
 @pytest.fixture(scope="session")
-def vllm(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
-    """One server for all tests, since it takes a minute to start."""
-    try:
-        interpreter = python()
-    except NotHere as missing:
-        pytest.skip(str(missing))
-    with serving_vllm(interpreter, weights.first, tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
-        yield Vllm(url)
+def weights(pytestconfig: pytest.Config) -> Weights:
+    return pytestconfig.stash[STANDING].weights
+
+
+@pytest.fixture(scope="session")
+def vllm(pytestconfig: pytest.Config) -> Vllm:
+    return pytestconfig.stash[STANDING].vllm
 
 
 @pytest.fixture(scope="session")

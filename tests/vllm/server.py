@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp import web
 
+from tests.set_up import EVERY_S, SetUpFailed, say
 from tests.vllm.model import CONTEXT_TOKENS
 
 T = TypeVar("T")
-START_S = 240.0
+START_S = 600.0
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64", "--enforce-eager"),
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
@@ -56,16 +57,20 @@ def serving_vllm(python: Path, model: Path, log: Path) -> Iterator[str]:
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
+    began = shown = time.monotonic()
     while True:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or time.monotonic() > began + START_S:
                 tail = log.read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"vLLM did not start within {START_S:g} s; the end of its log:\n{tail}") from None
+                after = f"{time.monotonic() - began:.0f} of {START_S:g} s"
+                raise SetUpFailed(f"no answer after {after}; its log ends:\n{tail}") from None
             time.sleep(0.2)
+            if time.monotonic() > shown + EVERY_S:
+                shown = time.monotonic()
+                say(f"vLLM: {shown - began:.0f} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

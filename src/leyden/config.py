@@ -203,6 +203,10 @@ class ControllerConfig(Section):
     start_timeout_s: PositiveSeconds = 600
 
 
+POD_FILES = ("task.json", "exit.json", "harness.log", "gitconfig")
+"""What Leyden itself puts beside `kubernetes.files`."""
+
+
 class KubernetesConfig(Section):
     """How attempts run as Jobs. `image` holds the harness; the grader runs in `grader_image`, and Leyden's small helper
     in `keeper_image` (any image with Python 3.8), both `image` unless given.
@@ -230,6 +234,21 @@ class KubernetesConfig(Section):
     ttl_s: Annotated[int, Field(ge=300)] = 3600
     pause_allowance_s: PositiveSeconds = 3600
     log_lines: PositiveInt = 1000
+
+    @field_validator("files")
+    @classmethod
+    def _one_file_of_each_name(cls, value: list[Path]) -> list[Path]:
+        """All lie in one folder of the pod, beside Leyden's own."""
+        seen = dict.fromkeys(POD_FILES)
+        for path in value:
+            if path.name in POD_FILES:
+                raise ValueError(f"{path}: {path.name} is a file of Leyden's own in the pod; rename it")
+            if path.name in seen:
+                raise ValueError(f"{seen[path.name]} and {path} would both be {path.name} in the pod; rename one")
+            if not path.name or path.name.startswith(".."):
+                raise ValueError(f"{str(path)!r} has no file name that a pod can have")
+            seen[path.name] = path
+        return value
 
 
 class AlgorithmConfig(Section):
@@ -354,8 +373,8 @@ class RunConfig(Section):
                 f"trainer.group_size 1 gives every rollout advantage 0 under algorithm.advantage "
                 f"{self.algorithm.advantage}; use at least 2"
             )
-        if self.controller.backend == "kubernetes" and self.kubernetes.image is None:
-            raise ValueError("controller.backend kubernetes needs kubernetes.image, the image that holds the harness")
+        if self.controller.backend == "kubernetes":
+            _fits_a_cluster(self)
         if self.eval.every and self.data.validation is None:
             raise ValueError(f"eval.every {self.eval.every} needs data.validation")
         if self.sampling.max_tokens and self.sampling.max_tokens >= self.model.context_tokens:
@@ -366,6 +385,31 @@ class RunConfig(Section):
         if self.controller.start is False and self.gateway.url is None:
             raise ValueError("controller.start: false needs gateway.url, or nothing would ever run a harness")
         return self
+
+
+_LOCAL_ONLY = {
+    "sandbox": "a pod is one already; kubernetes.template says what it may do",
+    "limits": "set kubernetes.resources: {limits: {memory: 1Gi, cpu: 1}} and gateway.max_workspace_bytes",
+    "preload": "each pod imports its modules itself",
+    "python": "the image's own interpreter runs the harness",
+    "readable": "put files into the image, or name them in kubernetes.files",
+    "log_bytes": "set kubernetes.log_lines",
+}
+"""What `harness` says about this machine, and what to do instead in a cluster."""
+
+
+def _fits_a_cluster(config: RunConfig) -> None:
+    """Raises ValueError for what a cluster would not heed."""
+    if config.kubernetes.image is None:
+        raise ValueError("controller.backend kubernetes needs kubernetes.image, the image that holds the harness")
+    default = HarnessConfig(command=["none"])
+    for name, instead in _LOCAL_ONLY.items():
+        value = getattr(config.harness, name)
+        if value != getattr(default, name):
+            shown = value.model_dump(exclude_none=True) if isinstance(value, LimitsConfig) else value
+            raise ValueError(
+                f"harness.{name} {shown} is for controller.backend local, and this is kubernetes: {instead}"
+            )
 
 
 def engine_url(text: str) -> str:

@@ -82,6 +82,15 @@ REFUSED = [
         "controller.start=false",
         "controller.start: false needs gateway.url, or nothing would ever run a harness",
     ),
+    (
+        "kubernetes.files=[a/x.py, b/x.py]",
+        "kubernetes.files: a/x.py and b/x.py would both be x.py in the pod; rename one",
+    ),
+    (
+        "kubernetes.files=[a/task.json]",
+        "kubernetes.files: a/task.json: task.json is a file of Leyden's own in the pod; rename it",
+    ),
+    ("kubernetes.files=[a/..]", "kubernetes.files: 'a/..' has no file name that a pod can have"),
     ("config_dir=/x", "config_dir: is the run file's own folder and cannot be set"),
     ("model.path.sub=1", "model.path.sub: 'path' holds 'model', which has no keys of its own"),
     ("trainer.steps", "override 'trainer.steps' is not of the form key.sub=value"),
@@ -94,6 +103,32 @@ def test_refusals_name_path_value_and_fix(run_file, override, message):
     with pytest.raises(ConfigError) as caught:
         load(run_file, [override])
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "harness.sandbox=bubblewrap",
+            "harness.sandbox bubblewrap is for .*: a pod is one already; kubernetes.template",
+        ),
+        (
+            "harness.limits.memory_bytes=5000000",
+            r"harness.limits \{'memory_bytes': 5000000\} .* kubernetes.resources: ",
+        ),
+        ("harness.limits.workspace_bytes=5", r"harness.limits \{'workspace_bytes': 5\} .* gateway.max_workspace_bytes"),
+        ("harness.preload=[mini]", r"harness.preload \['mini'\] is for .*: each pod imports its modules itself"),
+        ("harness.python=/usr/bin/python3", "harness.python /usr/bin/python3 .*: the image's own interpreter runs"),
+        ("harness.readable=[data]", "harness.readable .* name them in kubernetes.files"),
+        ("harness.log_bytes=5", "harness.log_bytes 5 is for .*: set kubernetes.log_lines"),
+    ],
+)
+def test_what_only_this_machine_heeds_is_refused_for_a_cluster(run_file, override, message):
+    cluster = ["controller.backend=kubernetes", "kubernetes.image=agent:1"]
+    load(run_file, [override])
+    load(run_file, [*cluster, "harness.sandbox=none", "harness.limits={}", "harness.readable=[]"])
+    with pytest.raises(ConfigError, match=message):
+        load(run_file, [*cluster, override])
 
 
 @pytest.mark.parametrize("missing", sorted(MINIMAL))

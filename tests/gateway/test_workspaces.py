@@ -14,7 +14,7 @@ from leyden.gateway.workspaces import Workspaces
 from tests.gateway.conftest import SECRET, Gateway
 
 
-async def put(gateway: Gateway, key: str, body: bytes) -> int:
+async def put(gateway: Gateway, key: str, body: bytes | AsyncIterator[bytes]) -> int:
     headers = {"authorization": f"Bearer {key}"}
     async with (
         aiohttp.ClientSession() as session,
@@ -45,6 +45,23 @@ async def test_the_last_archive_of_a_running_attempt_reaches_its_grader(gateway:
     assert await put(gateway, claim.workspace_key, b"too late") == 409
     assert await get(gateway, receipt.grader_key) == (200, b"second")
     assert (await get(gateway, claim.workspace_key))[0] == 403
+
+
+async def test_a_hand_in_that_is_complete_only_after_the_exit_is_too_late(gateway: Gateway) -> None:
+    (group,) = await gateway.client.create_groups([{"kind": "train", "step": 9, "slot": 0, "size": 1, "task": {}}])
+    claim = await gateway.client.claim(group.rollouts[0].rollout_id, "c")
+    assert await put(gateway, claim.workspace_key, b"first") == 200
+    graders_key = ""
+
+    async def slow() -> AsyncIterator[bytes]:
+        nonlocal graders_key
+        yield b"se"
+        receipt = await gateway.client.exit(claim.rollout.rollout_id, 1, exit_code=0, timed_out=False, reason=None)
+        graders_key = str(receipt.grader_key)
+        yield b"cond"
+
+    assert await put(gateway, claim.workspace_key, slow()) == 409
+    assert await get(gateway, graders_key) == (200, b"first")
 
 
 async def test_an_archive_over_the_limit_leaves_the_earlier_one(tmp_path: Path) -> None:

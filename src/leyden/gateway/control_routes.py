@@ -209,12 +209,17 @@ class ControlApi:
         return {"reward": rollout["reward"]}
 
     async def put_workspace(self, call: ControlCall) -> Json:
-        """What the harness left, as a gzipped tar, while its attempt is the running one. The last one counts."""
+        """What the harness left, as a gzipped tar, while its attempt is the running one. The last one that was complete
+        before the exit counts."""
         claims = call.claims
-        rollout = self.store.rollouts.get(claims.rollout_id)
-        if (rollout["state"], rollout["attempt"]) != (RolloutState.RUNNING, claims.attempt):
-            raise Conflict(f"attempt {claims.attempt} of rollout {claims.rollout_id} is not running any more")
-        size = await self._workspaces().put(claims.rollout_id, claims.attempt, call.request.stream())
+
+        def check() -> None:
+            rollout = self.store.rollouts.get(claims.rollout_id)
+            if (rollout["state"], rollout["attempt"]) != (RolloutState.RUNNING, claims.attempt):
+                raise Conflict(f"attempt {claims.attempt} of rollout {claims.rollout_id} is not running any more")
+
+        check()
+        size = await self._workspaces().put(claims.rollout_id, claims.attempt, call.request.stream(), check)
         return {"bytes": size}
 
     async def get_workspace(self, call: ControlCall) -> Response:

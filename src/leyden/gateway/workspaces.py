@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from leyden.errors import NotFound, TooLarge
@@ -18,8 +18,11 @@ class Workspaces:
         self._attempts = run_dir / "attempts"
         self._limit = limit
 
-    async def put(self, rollout_id: str, attempt: int, chunks: AsyncIterator[bytes]) -> int:
-        """Keep an archive; answers its size. A broken upload leaves the earlier one as it was."""
+    async def put(
+        self, rollout_id: str, attempt: int, chunks: AsyncIterator[bytes], check: Callable[[], None] = lambda: None
+    ) -> int:
+        """Keep an archive; answers its size. A broken upload, and one that `check` refuses once it is complete, leave
+        the earlier one as it was."""
         target = self._path(rollout_id, attempt)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".workspace-")
@@ -33,6 +36,7 @@ class Workspaces:
                             f"the workspace has more than {self._limit} bytes compressed (gateway.max_workspace_bytes)"
                         )
                     file.write(chunk)
+            check()
             os.replace(name, target)  # noqa: PTH105  (returns at once)
         finally:
             with contextlib.suppress(FileNotFoundError):

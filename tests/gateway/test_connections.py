@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -93,6 +95,9 @@ async def test_calls_at_the_same_time_have_connections_of_their_own(client: Conn
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 201 Created\r\nContent-Length: 1\r\n\r\nx", (201, b"x")),
         (b"HTTP/1.1 429 Slow\r\nRetry-After: 7\r\ncontent-length: 0\r\n\r\n", (429, b"")),
         (b"HTTP/1.1 204 No Content\r\n\r\n", (204, b"")),
+        (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n", (304, b"")),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nx-trailer: 1\r\n\r\n", (200, b"ab")),
+        (b"HTTP/1.1 103 Early\r\nretry-after: 3\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx", (200, b"x")),
     ],
 )
 async def test_answers_of_all_framings(client: Connections, raw: bytes, answer: tuple[int, bytes]) -> None:
@@ -131,9 +136,69 @@ async def test_idle_connections_are_dropped_in_time() -> None:
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\n\r\n",
+        b"HTTP/1.1 103 Early\r\ncontent-length: 7\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: identity\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"ok", b"x" * 300_000], ids=len)
+async def test_a_body_without_a_length_ends_with_the_connection(client: Connections, head: bytes, body: bytes) -> None:
+    async with serving(Bytes([head + body] * 2, close_after=True)) as server:
+        for _ in range(2):
+            assert await client.request("POST", server.url, "/") == Answer(200, body, None)
+    assert (server.connections, len(server.requests)) == (2, 2)
+
+
+async def test_an_old_server_that_keeps_its_connection_keeps_it(client: Connections) -> None:
+    old = b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\nok"
+    async with serving(Bytes([old, old])) as server:
+        for _ in range(2):
+            assert await client.request("GET", server.url, "/") == Answer(200, b"ok", None)
+        client.close()
+    assert server.connections == 1
+
+
+async def test_a_body_without_a_length_that_is_reset_is_none(client: Connections) -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        await writer.drain()
+        linger = struct.pack("ii", 1, 0)  # no wait for what was not sent: the other side sees a reset
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        with pytest.raises(OSError, match="in the middle of the answer"):
+            await client.request("GET", url, "/")
+
+
+@pytest.mark.parametrize("more", [OK, b"x", b"HTTP/1.1 200 OK\r\n"])
+async def test_what_nobody_asked_for_is_the_answer_to_nothing(client: Connections, more: bytes) -> None:
+    """Sent with an answer or after it: the next call has a connection of its own."""
+    async with serving(Bytes([OK + more])) as server:
+        for _ in range(3):
+            assert await client.request("GET", server.url, "/") == Answer(200, b"ok", None)
+        client.close()
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
     ("raw", "said"),
     [
         (b"", "closed before the answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n", "closed in the middle of the answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nok", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nok", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\nok", "does not speak HTTP"),
+        (b"HTTP/1.1 101 Switch\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", "closed in the middle of the answer"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "does not speak HTTP"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", "closed in the middle of the answer"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", "closed in the middle of the answer"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),

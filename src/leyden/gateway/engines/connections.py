@@ -106,7 +106,9 @@ class _Origin(NamedTuple):
 
 
 class _Connection(asyncio.Protocol):
-    """Methods `on_*` are what httptools calls."""
+    """Methods `on_*` are what httptools calls. A body ends by its length, by its last chunk, or, where it has neither,
+    with the connection.
+    """
 
     def __init__(self) -> None:
         self.idle_since = 0.0
@@ -114,6 +116,9 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Answer] | None = None
         self._parts: list[bytes] = []
         self._retry_after: str | None = None
+        self._begun = False
+        self._has_end = False
+        self._ends_with_connection = False
         self._closed = False
 
     @property
@@ -133,30 +138,50 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nobody asked: the next call must not take it for its answer
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"it does not speak HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        where = "in the middle of" if self._parts else "before"
+        if exc is None and self._ends_with_connection:
+            self._complete()
+        where = "in the middle of" if self._begun else "before"
         self._fail(f"the connection closed {where} the answer" + (f": {exc}" if exc else ""))
 
+    def on_message_begin(self) -> None:
+        self._begun, self._has_end = True, False
+        self._parts, self._retry_after = [], None
+        self._closed = self._closed or self._answer is None  # a second answer to one request
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"retry-after":
-            self._retry_after = value.decode("latin-1")
+        match name.lower():
+            case b"retry-after":
+                self._retry_after = value.decode("latin-1")
+            case b"content-length":
+                self._has_end = True
+            case b"transfer-encoding" if b"chunked" in value.lower():
+                self._has_end = True
+
+    def on_headers_complete(self) -> None:
+        self._ends_with_connection = not self._has_end
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            return
-        answer = Answer(status, b"".join(self._parts), self._retry_after)
-        self._parts, self._retry_after = [], None
+        self._ends_with_connection = False
+        if self._parser.get_status_code() >= 200:
+            self._closed = self._closed or not self._parser.should_keep_alive()
+            self._complete()
+
+    def _complete(self) -> None:
+        answer = Answer(self._parser.get_status_code(), b"".join(self._parts), self._retry_after)
         waiting, self._answer = self._answer, None
-        self._closed = self._closed or not self._parser.should_keep_alive()
+        self._begun, self._parts = False, []
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 

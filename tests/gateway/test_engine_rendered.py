@@ -188,6 +188,9 @@ async def test_a_call_that_was_cut_reads_as_a_call_and_is_not_one(gateway: Gatew
         pytest.param(chatted([1], [3]) | {"prompt_token_ids": [[1]]}, id="nested ids"),
         pytest.param(chatted([1], [3], {"content": [1]}), id="content that is no text"),
         pytest.param(chatted([1], [3], {"tool_calls": [{"id": "a"}]}), id="a call without a function"),
+        pytest.param(
+            chatted([1], [3, 4], logprobs={"content": [{"token": "x", "logprob": -0.1}]}), id="fewer log-probs than ids"
+        ),
     ],
 )
 async def test_ids_that_are_missing_make_the_attempt_incomplete(gateway: Gateway, vllm: FakeVllm, answer: Json) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from leyden.errors import ConfigError, GatewayError
+from leyden.errors import CaptureError, ConfigError, GatewayError
 from leyden.gateway.engines import GenerateRequest
 from leyden.gateway.engines.vllm_wire import read_completion
 from leyden.gateway.render import ModelRenderer
@@ -206,7 +206,9 @@ async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, 
 async def test_log_probs_that_do_not_fit_are_absent(
     gateway: Gateway, vllm: FakeVllm, route: str, logprobs: list[Any] | None
 ) -> None:
-    """Cases G02, A11, G22: the ids stay, the log-probs are absent as a whole and counted, the harness gets its 200."""
+    """Cases G02, A11, G22: the ids, whose number the engine says twice, stay; the log-probs are absent as a whole and
+    counted, the harness gets its 200.
+    """
     ids = [300, 301, 2]
     if route == GENERATE:
         content = [{"token_id": i, "logprob": v} for i, v in zip([300, 301, 2, 7], logprobs or [], strict=False)]
@@ -214,7 +216,7 @@ async def test_log_probs_that_do_not_fit_are_absent(
     else:
         vllm.missing = {GENERATE}
         answer = completed(ids, logprobs=logprobs and {"tokens": ["a", "b", "c"], "token_logprobs": logprobs})
-    vllm.script = [raw(json.dumps(answer))]
+    vllm.script = [raw(json.dumps(answer | {"usage": {"completion_tokens": 3}}))]
     turn = await one_call(gateway)
     assert (turn.sampled_T.tolist(), turn.logprobs_T) == (ids, None)
     assert await metric(gateway, "leyden_turns_without_logprobs_total") == 1
@@ -253,7 +255,11 @@ async def test_strict_runs_refuse_a_turn_without_log_probs(
         pytest.param(generated([300, 2]) | {"usage": {"prompt_tokens": 1, "completion_tokens": 2}}, id="other prompt"),
         pytest.param(generated([300, 2]) | {"usage": {"completion_tokens": 3}}, id="an id is missing"),
         pytest.param(generated([300] * 60), id="more than max_tokens"),
-        pytest.param(generated([300, 2], finish_reason="content_filter"), id="unknown end"),
+        pytest.param(generated([300, 2], finish_reason=None), id="no end"),
+        pytest.param(
+            generated([300, 2], weight_versions=None, logprobs={"content": [{"token_id": 300, "logprob": -0.5}]}),
+            id="ids and log-probs of other numbers, and nobody says which is right",
+        ),
         pytest.param(
             generated([300, 2], weight_versions=[{"version": "1", "start": 0, "end": 1}]), id="versions cover half"
         ),
@@ -272,6 +278,43 @@ async def test_ids_that_contradict_make_the_attempt_incomplete(gateway: Gateway,
     assert (reason or "").startswith("incomplete: ")
 
 
+@pytest.mark.parametrize("said", ["repetition", "content_filter", "tool_calls", "never_heard_of"])
+@pytest.mark.parametrize("missing", [set(), {GENERATE}])
+async def test_an_end_of_any_name_is_a_stop(
+    gateway: Gateway, vllm: FakeVllm, said: str, missing: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ids are there. What is not known is named once."""
+    vllm.missing = missing
+    make = completed if missing else generated
+    vllm.script = [make([300, 301], finish_reason=said), make([300, 301], finish_reason=said)]
+    rollout_id, key = await gateway.start_rollout()
+    answers = [await call(sdk(gateway, key), [{"role": "user", "content": text}]) for text in "ab"]
+    assert [answer.choices[0].finish_reason for answer in answers] == ["stop"] * 2
+    turns = await gateway.turns(rollout_id)
+    assert [turn.sampled_T.tolist() for turn in turns] == [[300, 301]] * 2
+    assert {turn.finish_reason for turn in turns} == {FinishReason.STOP}
+    assert len([r for r in caplog.records if said in r.getMessage()]) == (0 if said == "tool_calls" else 1)
+
+
+async def test_a_call_that_ends_in_an_error_is_made_again(gateway: Gateway, vllm: FakeVllm) -> None:
+    vllm.script = [generated([300], finish_reason="error"), generated([301, 2])]
+    assert (await one_call(gateway)).sampled_T.tolist() == [301, 2]
+
+
+@pytest.mark.parametrize("logprobs", [[-0.1], [-0.1, -0.2, -0.3], []], ids=len)
+@pytest.mark.parametrize("usage", [None, {"completion_tokens": 2}, {"completion_tokens": None}])
+def test_who_says_how_many_ids_there_are(logprobs: list[float], usage: Json | None) -> None:
+    """Log-probs of another number than the ids leave the ids in doubt, unless usage counts these."""
+    answer = completed([10, 11], logprobs={"tokens": ["a"] * len(logprobs), "token_logprobs": logprobs})
+    if usage is not None:
+        answer["usage"] = usage
+    if (usage or {}).get("completion_tokens"):
+        assert read_completion(answer, GenerateRequest([1], 9)).logprobs_T is None
+    else:
+        with pytest.raises(CaptureError, match=f"2 ids and {len(logprobs)} log-probs"):
+            read_completion(answer, GenerateRequest([1], 9))
+
+
 async def test_an_abort_is_gone_on_with_under_the_new_weights(gateway: Gateway, vllm: FakeVllm) -> None:
     """Case G28: prompt + partial ids, what is left of max_tokens, log-probs joined, both versions recorded."""
 
@@ -284,7 +327,7 @@ async def test_an_abort_is_gone_on_with_under_the_new_weights(gateway: Gateway, 
     tasks: list[Any] = []
     vllm.script = [
         update_meanwhile,
-        generated([], finish_reason="abort"),
+        generated([], finish_reason="abort", logprobs=None),
         generated([42], finish_reason="abort", logprobs={"content": [{"token_id": 42, "logprob": -2.0}]}),
         generated([43, 2]),
     ]

@@ -1,13 +1,14 @@
 """What engines are asked and what they answer, checked: nothing enters the record that contradicts itself.
 
-Ids decide. Ids that are missing, too many, or contradicted by usage or version spans make the attempt incomplete
-(CaptureError). Log-probs that are missing, of another length, of other ids or not finite become None as a whole: they
-are never padded, cut or shifted.
+Ids that are missing, too many, or contradicted by usage, version spans or log-probs make the attempt incomplete
+(CaptureError). Log-probs that are missing or not finite become None as a whole; so do those of another number than the
+ids, where the engine says a second time how many ids there are. They are never padded, cut or shifted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from leyden.errors import CaptureError
-from leyden.types import Generation, Ids, Json, VersionSpan
+from leyden.errors import CaptureError, EngineUnavailable
+from leyden.types import FinishReason, Generation, Ids, Json, VersionSpan
 
+log = logging.getLogger(__name__)
+MOST_NAMES = 50
 LOWEST_LOGPROB = -9000.0
 LARGEST_ID = 2**31 - 1
 
@@ -140,13 +143,44 @@ def prompt_ids(value: Any) -> Ids:
     return ids.astype(np.int32, copy=False)
 
 
-def finite(logprobs: Any, length: int) -> list[float] | None:
-    """`logprobs` if they are `length` log-probs, else None."""
-    numbers = isinstance(logprobs, list) and set(map(type, logprobs)) <= {float, int}
-    if not numbers or len(logprobs) != length or math.isnan(sum(logprobs)):
+def finite(logprobs: Any, length: int, *, confirmed: bool = False) -> list[float] | None:
+    """`logprobs` if they are `length` log-probs, else None. No tokens have none.
+
+    `confirmed`: the engine says apart from this that there are `length` ids. Raises CaptureError where it does not and
+    the log-probs are of another number: ids are missing then as likely as log-probs.
+    """
+    count = len(logprobs) if isinstance(logprobs, list) else None
+    if count not in (None, length) and not confirmed:
+        raise CaptureError(f"the engine answered {length} ids and {count} log-probs; one of them is not whole")
+    if not length:
+        return []
+    numbers = count == length and set(map(type, logprobs)) <= {float, int}
+    if not numbers or math.isnan(sum(logprobs)):
         return None
-    possible = not length or LOWEST_LOGPROB < min(logprobs) <= max(logprobs) <= 1e-6
-    return logprobs if possible else None
+    return logprobs if LOWEST_LOGPROB < min(logprobs) <= max(logprobs) <= 1e-6 else None
+
+
+def finish_reason(said: Any) -> FinishReason:
+    """`tool_calls` and what vLLM may come to say, such as `repetition`, are ends that the engine chose: a stop. Raises
+    EngineUnavailable for a call that broke, CaptureError for one that has not ended.
+    """
+    if said == "error":
+        raise EngineUnavailable("the engine's answer ended with 'error'", status=500)
+    if not isinstance(said, str) or not said:
+        raise CaptureError(f"the engine ended with {said!r}: it does not say why, so there may be more")
+    return FinishReason(said) if said in list(FinishReason) else FinishReason.STOP
+
+
+class Ends:
+    """Names each reason to end that is not known, once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = {*FinishReason, "tool_calls", "function_call"}
+
+    def note(self, url: str, said: str) -> None:
+        if said not in self._named and len(self._named) < MOST_NAMES:
+            self._named.add(said)
+            log.warning("engine %s ends with %r, which is taken as a stop", url, said[:100])
 
 
 def covering(spans: Iterable[VersionSpan], length: int) -> tuple[VersionSpan, ...]:
@@ -169,6 +203,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
     ids = [token for part in parts for token in part.token_ids_T]
     logprobs: list[float] | None = []
     for part in parts:
-        logprobs = None if logprobs is None or part.logprobs_T is None else [*logprobs, *part.logprobs_T]
+        if part.token_ids_T:
+            logprobs = None if logprobs is None or part.logprobs_T is None else [*logprobs, *part.logprobs_T]
     spans = covering((span for part in parts for span in part.spans), len(ids))
     return Generation(ids, logprobs, parts[-1].finish_reason, spans, parts[-1].stop_string)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.errors import CaptureError
-from leyden.gateway.engines.base import GenerateRequest, as_promised, covering, finite, sampled_ids, within
+from leyden.gateway.engines.base import (
+    Ends,
+    GenerateRequest,
+    as_promised,
+    covering,
+    finish_reason,
+    finite,
+    sampled_ids,
+    within,
+)
 from leyden.gateway.engines.http import EngineHttp
-from leyden.types import FinishReason, Generation, VersionSpan
+from leyden.types import Generation, VersionSpan
 
 HEALTH_S = 10.0
 
@@ -17,11 +25,14 @@ class LeydenEngine:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self._ends = Ends()
 
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
         answer = await self._http.post(url, "/generate", body(request))
         with as_promised():
-            return within(read(answer), request.max_tokens)
+            generation = within(read(answer), request.max_tokens)
+            self._ends.note(url, answer["finish_reason"])
+        return generation
 
     async def health(self, url: str) -> None:
         await self._http.alive(url, HEALTH_S)
@@ -41,15 +52,11 @@ def body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def read(answer: Any) -> Generation:
-    """The engine's answer, checked. Raises CaptureError when ids are missing or contradicted by spans."""
+    """The engine's answer, checked. Raises CaptureError when ids are missing or contradicted by spans or log-probs."""
     answer = answer if isinstance(answer, dict) else {}
     ids = sampled_ids(answer.get("token_ids"))
     spans = covering(
         (VersionSpan(int(version), int(length)) for version, length in answer.get("spans") or ()), len(ids)
     )
-    try:
-        finish_reason = FinishReason(answer.get("finish_reason"))
-    except ValueError:
-        raise CaptureError(f"the engine ended with {answer.get('finish_reason')!r}, not stop or length") from None
     logprobs = finite(answer.get("logprobs"), len(ids))
-    return Generation(ids, logprobs, finish_reason, covering(spans, len(ids)), answer.get("stop_string"))
+    return Generation(ids, logprobs, finish_reason(answer.get("finish_reason")), spans, answer.get("stop_string"))

@@ -10,7 +10,7 @@ import asyncio
 
 from leyden.errors import CaptureError, EngineRejected, EngineUnavailable, EngineUnsuitable, NotFound
 from leyden.gateway.engines import vllm_wire as wire
-from leyden.gateway.engines.base import ChatAnswer, ChatCall, GenerateRequest, Sampling, as_promised, within
+from leyden.gateway.engines.base import ChatAnswer, ChatCall, Ends, GenerateRequest, Sampling, as_promised, within
 from leyden.gateway.engines.http import EngineHttp, parsed
 from leyden.types import Generation
 
@@ -37,6 +37,7 @@ class VllmEngine:
         self._training = training
         self._context_tokens = context_tokens
         self._chat = chat
+        self._ends = Ends()
         self._routes: dict[str, str] = {}
         self._probing: dict[str, asyncio.Lock] = {}
 
@@ -76,19 +77,23 @@ class VllmEngine:
             rest, apart = wire.ids_apart(raw)
             answer = parsed(url, rest)
             with as_promised():
-                return wire.read_chat(answer, call, apart)
+                chat = wire.read_chat(answer, call, apart)
+                self._ends.note(url, wire.end_of(answer))
+                return chat
         answer = await self._http.post(url, wire.COMPLETIONS, wire.prompt_body(call, self._model))
         with as_promised():
-            return wire.read_prompt(answer, call)
+            plain = wire.read_prompt(answer, call)
+            self._ends.note(url, wire.end_of(answer))
+            return plain
 
     async def _generate(self, url: str, route: str, request: GenerateRequest) -> Generation:
-        if route == wire.GENERATE:
-            answer = await self._http.post(url, route, wire.generate_body(request))
-            with as_promised():
-                return wire.read_generate(answer, request)
-        answer = await self._http.post(url, route, wire.completion_body(request, self._model))
+        by_ids = route == wire.GENERATE
+        body = wire.generate_body(request) if by_ids else wire.completion_body(request, self._model)
+        answer = await self._http.post(url, route, body)
         with as_promised():
-            return wire.read_completion(answer, request)
+            generation = (wire.read_generate if by_ids else wire.read_completion)(answer, request)
+            self._ends.note(url, wire.end_of(answer))
+        return generation
 
     async def _route(self, url: str) -> str:
         """The route that gives ids. Raises EngineUnsuitable if there is none, or its log-probs are the wrong ones."""

@@ -10,7 +10,7 @@ Every sampling parameter is sent, so that none is taken from the model's generat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -23,6 +23,7 @@ from leyden.gateway.engines.base import (
     GenerateRequest,
     Sampling,
     covering,
+    finish_reason,
     finite,
     prompt_ids,
     sampled_ids,
@@ -37,12 +38,6 @@ TOKENIZE = "/tokenize"
 
 _SPELT = "token_id:"
 _PROMPT_IDS = b'"prompt_token_ids":['
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "tool_calls": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 
 
 def generate_body(request: GenerateRequest) -> Json:
@@ -117,8 +112,8 @@ def read_generate(answer: Any, request: GenerateRequest) -> Generation:
     choice = _choice(answer)
     ids = sampled_ids(choice.get("token_ids"))
     _check_usage(answer, len(request.prompt_ids), len(ids))
-    logprobs = _column(choice, "logprob") if _column(choice, "token_id") == ids else None
-    return _generation(choice, ids, logprobs, request.stop, request.version)
+    entries = _Entries(_column(choice, "logprob"), of_these=_column(choice, "token_id") == ids)
+    return _generation(answer, ids, entries, request.stop, request.version)
 
 
 def read_completion(answer: Any, request: GenerateRequest) -> Generation:
@@ -128,7 +123,7 @@ def read_completion(answer: Any, request: GenerateRequest) -> Generation:
     if shown is not None and shown != request.prompt_ids:
         raise CaptureError("the engine's prompt_token_ids are not the prompt that it was sent")
     _check_usage(answer, len(request.prompt_ids), len(ids))
-    return _generation(choice, ids, _token_logprobs(choice, ids), request.stop, request.version)
+    return _generation(answer, ids, _token_logprobs(choice, ids), request.stop, request.version)
 
 
 def read_prompt(answer: Any, call: ChatCall) -> ChatAnswer:
@@ -137,7 +132,7 @@ def read_prompt(answer: Any, call: ChatCall) -> ChatAnswer:
     ids = sampled_ids(_completion_ids(choice))
     prompt_P = prompt_ids(choice.get("prompt_token_ids"))
     _check_usage(answer, len(prompt_P), len(ids))
-    generation = _generation(choice, ids, _token_logprobs(choice, ids), call.sampling.stop, call.version)
+    generation = _generation(answer, ids, _token_logprobs(choice, ids), call.sampling.stop, call.version)
     return ChatAnswer(prompt_P, generation, {"role": "assistant", "content": choice.get("text") or ""})
 
 
@@ -167,8 +162,8 @@ def read_chat(answer: Any, call: ChatCall, apart: NDArray[np.int64] | None = Non
     ids = sampled_ids(choice.get("token_ids"))
     prompt_P = prompt_ids(answer.get("prompt_token_ids") if apart is None else apart)
     _check_usage(answer, len(prompt_P), len(ids))
-    logprobs = _column(choice, "logprob") if _may_be(_column(choice, "token"), ids) else None
-    generation = _generation(choice, ids, logprobs, call.sampling.stop, call.version, call.sampling.max_tokens)
+    entries = _Entries(_column(choice, "logprob"), of_these=_may_be(_column(choice, "token"), ids))
+    generation = _generation(answer, ids, entries, call.sampling.stop, call.version, call.sampling.max_tokens)
     return ChatAnswer(prompt_P, generation, _reply(choice.get("message")))
 
 
@@ -233,18 +228,38 @@ def _check_usage(answer: Json, prompt: int, sampled: int) -> None:
             raise CaptureError(f"the engine's usage says {usage[name]} {name}, its ids are {count}")
 
 
+class _Entries(NamedTuple):
+    """The log-probs of an answer, and whether they may be those of its ids."""
+
+    logprobs: Any
+    of_these: bool
+
+
 def _generation(
-    choice: Json, ids: list[int], logprobs: Any, stop: tuple[str, ...], version: int, limit: int | None = None
+    answer: Json, ids: list[int], entries: _Entries, stop: tuple[str, ...], version: int, limit: int | None = None
 ) -> Generation:
-    reason = choice.get("finish_reason")
-    if reason not in _FINISH:
-        raise CaptureError(f"the engine ended with {reason!r}, not {', '.join(_FINISH)}")
-    finish = _FINISH[reason]
-    if reason == "tool_calls" and len(ids) == limit:
+    choice = _choice(answer)
+    said = choice.get("finish_reason")
+    finish = finish_reason(said)
+    if said == "tool_calls" and len(ids) == limit:
         finish = FinishReason.LENGTH  # a call that was cut reads as a call
     stop_reason = choice.get("stop_reason")
     spans = covering(_spans(choice.get("weight_versions"), len(ids), version), len(ids))
-    return Generation(ids, finite(logprobs, len(ids)), finish, spans, stop_reason if stop_reason in stop else None)
+    logprobs = finite(entries.logprobs, len(ids), confirmed=_confirmed(answer, choice))
+    if not entries.of_these and ids:
+        logprobs = None
+    return Generation(ids, logprobs, finish, spans, stop_reason if stop_reason in stop else None)
+
+
+def _confirmed(answer: Json, choice: Json) -> bool:
+    """Whether the number of ids is said apart from the ids. That it is the same has been checked."""
+    usage = answer.get("usage") or {}
+    return usage.get("completion_tokens") is not None or bool(choice.get("weight_versions"))
+
+
+def end_of(answer: Any) -> Any:
+    """Why the engine ended, in its own word."""
+    return _choice(answer).get("finish_reason")
 
 
 def _spans(versions: Any, length: int, registered: int) -> Iterator[VersionSpan]:
@@ -261,24 +276,23 @@ def _spans(versions: Any, length: int, registered: int) -> Iterator[VersionSpan]
         yield VersionSpan(version, position - span["start"])
 
 
-def _column(choice: Json, name: str) -> list[Any]:
-    """One value of each log-prob entry of GENERATE and CHAT; none where there are no such entries."""
-    content = (choice.get("logprobs") or {}).get("content") or ()
-    try:
-        return [entry[name] for entry in content]
-    except (KeyError, TypeError):
-        return []
+def _column(choice: Json, name: str) -> list[Any] | None:
+    """One value of each log-prob entry of GENERATE and CHAT, None where an entry has none."""
+    content = (choice.get("logprobs") or {}).get("content")
+    if not isinstance(content, list):
+        return None
+    return [entry.get(name) if isinstance(entry, dict) else None for entry in content]
 
 
-def _token_logprobs(choice: Json, ids: list[int]) -> Any:
+def _token_logprobs(choice: Json, ids: list[int]) -> _Entries:
     """Log-probs of COMPLETIONS."""
     logprobs = choice.get("logprobs") or {}
-    return logprobs.get("token_logprobs") if _may_be(logprobs.get("tokens") or [], ids) else None
+    return _Entries(logprobs.get("token_logprobs"), of_these=_may_be(logprobs.get("tokens"), ids))
 
 
-def _may_be(tokens: list[Any], ids: list[int]) -> bool:
+def _may_be(tokens: list[Any] | None, ids: list[int]) -> bool:
     """Whether the tokens of log-prob entries may be those of `ids`: where they are spelt as ids, they are the same."""
-    if tokens == [f"{_SPELT}{i}" for i in ids]:
+    if not tokens or tokens == [f"{_SPELT}{i}" for i in ids]:
         return True
     return not any(isinstance(token, str) and token.startswith(_SPELT) for token in tokens)
 

@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+Switch = Annotated[bool, BeforeValidator(lambda value: _WORDS.get(value, value) if isinstance(value, str) else value)]
 
 
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+    except ValueError:
+        known = False
+    if not known or not _BASE_URL.fullmatch(value):
+        raise ValueError(f"{value!r} is no address; give http://host:port")
+    return value.rstrip("/")
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
 _BASE_URL = re.compile(r"[^\s?#@\\]+")
 
 
@@ -45,7 +59,7 @@ class DataConfig(Section):
 
     train: Path
     validation: Path | None = None
-    shuffle: bool = True
+    shuffle: Switch = True
 
 
 class WorkspaceConfig(Section):
@@ -120,7 +134,7 @@ class GraderConfig(Section):
 
     command: list[str] | None = None
     function: str | None = None
-    harness: bool = False
+    harness: Switch = False
     timeout_s: PositiveSeconds = 120
     max_tries: PositiveInt = 2
 
@@ -151,13 +165,13 @@ class SamplingConfig(Section):
 class GatewayConfig(Section):
     """Where the gateway listens. `url` names one that already runs; then nothing is started."""
 
-    url: str | None = None
+    url: HttpUrl | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     max_body_bytes: PositiveInt = 32 * 2**20
     max_workspace_bytes: PositiveInt = 512 * 2**20
-    keep_wire: bool = False
-    strict_logprobs: bool = False
+    keep_wire: Switch = False
+    strict_logprobs: Switch = False
 
 
 class EngineConfig(Section):
@@ -196,7 +210,7 @@ class ControllerConfig(Section):
     machine fewer are started while its memory or processors are short.
     """
 
-    start: bool = True
+    start: Switch = True
     name: Annotated[str, Field(min_length=1, max_length=200)] = "local"
     backend: Literal["local", "kubernetes"] = "local"
     concurrency: PositiveInt = 8
@@ -224,7 +238,7 @@ class KubernetesConfig(Section):
     namespace: str | None = None
     kubeconfig: Path | None = None
     context: str | None = None
-    gateway_url: str | None = None
+    gateway_url: HttpUrl | None = None
     template: Path | None = None
     files: list[Path] = []
     resources: dict[str, dict[str, str]] = {}
@@ -258,10 +272,10 @@ class AlgorithmConfig(Section):
     weights: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
     constant_tokens: PositiveInt | None = None
     loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0, le=10)] = 0.2
+    clip_low: Annotated[float, Field(ge=1e-5, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=1e-5, le=10)] = 0.2
     dual_clip: Annotated[float, Field(gt=1, le=100)] = 3.0
-    correction_clip: Annotated[float, Field(gt=0, le=100)] = 2.0
+    correction_clip: Annotated[float, Field(ge=1, le=100)] = 2.0
     kl_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
     entropy_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
 
@@ -273,14 +287,14 @@ class AlgorithmConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up to a constant rate."""
+    """AdamW with linear warm-up to a constant rate. The bounds keep out what could learn nothing in float32."""
 
-    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    lr: Annotated[float, Field(ge=1e-10, le=1)] = 1e-6
     betas: tuple[Finite, Finite] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    eps: Annotated[float, Field(ge=1e-16, le=1e-3)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=1e-3, allow_inf_nan=False)] = 1.0
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -300,8 +314,8 @@ class EmbeddedConfig(Section):
     pass.
     """
 
-    device: str = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=4096)] = 0
     slots: PositiveInt = 32
     micro_batch_tokens: PositiveInt = 8192
 
@@ -310,8 +324,8 @@ class EvalConfig(Section):
     """Validation at one policy version. Without `sampling`, the harness's own sampling holds."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    at_start: bool = True
-    at_end: bool = True
+    at_start: Switch = True
+    at_end: Switch = True
     tasks: PositiveInt | None = None
     samples: PositiveInt = 1
     sampling: SamplingConfig | None = None
@@ -368,10 +382,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        if self.algorithm.advantage in ("grpo", "rloo") and self.trainer.group_size == 1:
+        if self.trainer.group_size == 1:
             raise ValueError(
                 f"trainer.group_size 1 gives every rollout advantage 0 under algorithm.advantage "
                 f"{self.algorithm.advantage}; use at least 2"
+            )
+        updates = self.trainer.steps * self.trainer.mini_batches
+        if self.optimizer.warmup_steps > 100 * updates:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps}: the run has {updates} optimizer steps "
+                "(trainer.steps x trainer.mini_batches), so the rate would stay under 1 % of optimizer.lr"
             )
         if self.controller.backend == "kubernetes":
             _fits_a_cluster(self)

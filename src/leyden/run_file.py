@@ -8,16 +8,19 @@ import difflib
 import json
 import math
 import os
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from leyden.config import RunConfig
+from leyden import yaml12
+from leyden.config import RunConfig, Section
 from leyden.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -26,10 +29,10 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
     Raises ConfigError naming the key path, the value, the limit and the nearest valid key.
     """
     try:
-        document = _yaml(path.read_text(encoding="utf-8"))
+        document = yaml12.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("", f"cannot read run file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError("", f"{path} is not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError("", f"{path} holds {type(document).__name__}, not a mapping of settings")
@@ -65,35 +68,13 @@ def _plain(value: Any, path: str = "") -> Any:
     raise ConfigError(path, f"{value!r} is {type(value).__name__}, which no setting takes; quote it")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as the run file means it: 1e-3 is a number (YAML 1.2), and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for position, key in enumerate(keys):
-            if any(key.value == earlier.value for earlier in keys[:position]):
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
-
-
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError("", f"override {override!r} is not of the form key.sub=value")
     try:
-        value = _yaml(text)
-    except yaml.YAMLError as error:
+        value = yaml12.load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(key, f"{text!r} is not a YAML value: {error}") from None
     *parents, last = key.split(".")
     node = document
@@ -106,20 +87,49 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _absolute(config: RunConfig, base: Path) -> RunConfig:
-    def under_base(path: Path) -> Path:
-        return Path(os.path.normpath(base / path))
+    """Every path of the run file, as an absolute one: `~` is the home folder, a relative path starts at `base`."""
+    config = _with_absolute_paths(config, base, "").model_copy(update={"config_dir": base})
+    model, harness, workspace = config.model, config.harness, config.workspace
+    if is_local(model.path) or (base / model.path).is_dir():
+        model = model.model_copy(update={"path": str(_under(base, model.path, "model.path"))})
+    if harness.python is not None and os.sep in harness.python:
+        python = str(_under(base, harness.python, "harness.python"))
+        harness = harness.model_copy(update={"python": python})
+    if workspace.template is not None and workspace.template.startswith("~"):
+        template = str(_home(workspace.template, "workspace.template"))
+        workspace = workspace.model_copy(update={"template": template})
+    return config.model_copy(update={"model": model, "harness": harness, "workspace": workspace})
 
-    data = config.data.model_copy(
-        update={
-            "train": under_base(config.data.train),
-            "validation": config.data.validation and under_base(config.data.validation),
-        }
-    )
-    local_model = under_base(Path(config.model.path))
-    model = config.model.model_copy(update={"path": str(local_model)}) if local_model.is_dir() else config.model
-    return config.model_copy(
-        update={"run_dir": under_base(config.run_dir), "data": data, "model": model, "config_dir": base}
-    )
+
+def is_local(model_path: str) -> bool:
+    """Whether a model's path can only be a folder: a hub id is `name` or `organisation/name`."""
+    return model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
+
+
+def _with_absolute_paths(section: AnySection, base: Path, prefix: str) -> AnySection:
+    changed: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), prefix + name
+        if isinstance(value, Section):
+            changed[name] = _with_absolute_paths(value, base, f"{key}.")
+        elif isinstance(value, Path):
+            changed[name] = _under(base, value, key)
+        elif isinstance(value, list) and any(isinstance(item, Path) for item in value):
+            changed[name] = [_under(base, item, key) for item in value]
+    return section.model_copy(update=changed)
+
+
+def _under(base: Path, path: str | Path, key: str) -> Path:
+    return Path(os.path.normpath(base / _home(path, key)))
+
+
+def _home(path: str | Path, key: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            key, f"{os.fspath(path)!r}: no such user has a home folder here; write ./~ for a name"
+        ) from None
 
 
 def _explain(error: ValidationError) -> ConfigError:
@@ -128,16 +138,34 @@ def _explain(error: ValidationError) -> ConfigError:
     location = [str(part) for part in first["loc"]]
     path, value = ".".join(location), first["input"]
     if first["type"] == "extra_forbidden":
-        valid = _keys_at(location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; valid keys are {', '.join(sorted(valid))}"
-        return ConfigError(path, f"unknown key (value {value!r}){hint}")
+        return ConfigError(path, f"unknown key (value {value!r}); {_nearest(location)}")
     if first["type"] == "missing":
         return ConfigError(path, "is required and missing")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return ConfigError(path, message)
     return ConfigError(path, f"{value!r} is refused: {message}")
+
+
+def _nearest(location: list[str]) -> str:
+    """What may have been meant by an unknown key: one of the same section, else one of another."""
+    valid = _keys_at(location[:-1])
+    if near := difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.6):
+        return f"did you mean {near[0]!r}?"
+    elsewhere = {key.rpartition(".")[2]: key for key in _all_keys(RunConfig, "")}
+    if near := difflib.get_close_matches(location[-1], elsewhere, n=1, cutoff=0.8):
+        return f"did you mean {elsewhere[near[0]]!r}?"
+    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.3)
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}valid keys are {', '.join(sorted(valid))}"
+
+
+def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        nested = _section_of(field.annotation)
+        if nested is not None:
+            yield from _all_keys(nested, f"{prefix}{name}.")
+        elif name != "config_dir":
+            yield prefix + name
 
 
 def _keys_at(location: list[str]) -> list[str]:

@@ -42,7 +42,7 @@ REFUSED = [
     ("optimizer.lr=.inf", "optimizer.lr: inf is refused: give a finite number"),
     ("optimizer.lr=.nan", "optimizer.lr: nan is refused: give a finite number"),
     ("harness.env.A=-.inf", "harness.env.A: -inf is refused: give a finite number"),
-    ("optimizer.lr=0", "optimizer.lr: 0 is refused: Input should be greater than 0"),
+    ("optimizer.lr=0", "optimizer.lr: 0 is refused: Input should be greater than or equal to 0.0000000001"),
     ("optimizer.lr=1e3", "optimizer.lr: 1000.0 is refused: Input should be less than or equal to 1"),
     ("optimizer.betas=[0.9, 1.0]", "optimizer.betas: [0.9, 1.0]: both must be at least 0 and below 1"),
     ("harness.timeout_s=-1", "harness.timeout_s: -1 is refused: Input should be greater than 0"),
@@ -50,7 +50,21 @@ REFUSED = [
     ("harness.command=[a, 2]", "harness.command.1: 2 is refused: Input should be a valid string"),
     ("harness.env={A: 8080}", "harness.env.A: 8080 is refused: Input should be a valid string"),
     ("harness.env={1: a}", "harness.env.1: key 1 is not a string; quote it"),
-    ("run_dir=2024-01-01", "run_dir: datetime.date(2024, 1, 1) is date, which no setting takes; quote it"),
+    ("run_dir=!!timestamp 2024-01-01", "run_dir: datetime.date(2024, 1, 1) is date, which no setting takes; quote it"),
+    ("data.shuffle=maybe", "data.shuffle: 'maybe' is refused: Input should be a valid boolean"),
+    ("grader.function=", "grader: give exactly one of command, function, harness; got none"),
+    ("gateway.url=nonsense", "gateway.url: 'nonsense' is no address; give http://host:port"),
+    ("gateway.url=10.0.0.1:80", "gateway.url: '10.0.0.1:80' is no address; give http://host:port"),
+    ("kubernetes.gateway_url=http://", "kubernetes.gateway_url: 'http://' is no address; give http://host:port"),
+    ("gateway.url=http://h:99999", "gateway.url: 'http://h:99999' is no address; give http://host:port"),
+    (
+        "async_rolout.size=8",
+        "async_rolout: unknown key (value {'size': 8}); did you mean 'algorithm'? valid keys are algorithm, "
+        "controller, data, embedded, engine, eval, gateway, grader, harness, kubernetes, model, optimizer, run_dir, "
+        "sampling, trainer, workspace",
+    ),
+    ("group_size=8", "group_size: unknown key (value 8); did you mean 'trainer.group_size'?"),
+    ("trainer.lr=8", "trainer.lr: unknown key (value 8); did you mean 'optimizer.lr'?"),
     (
         "grader.harness=true",
         "grader: give exactly one of command, function, harness; got ['function', 'harness']",
@@ -72,6 +86,24 @@ REFUSED = [
     (
         "trainer.group_size=1",
         "trainer.group_size 1 gives every rollout advantage 0 under algorithm.advantage grpo; use at least 2",
+    ),
+    (
+        "optimizer.warmup_steps=100000000",
+        "optimizer.warmup_steps 100000000: the run has 100 optimizer steps (trainer.steps x trainer.mini_batches), so "
+        "the rate would stay under 1 % of optimizer.lr",
+    ),
+    (
+        "optimizer.max_grad_norm=1e-30",
+        "optimizer.max_grad_norm: 1e-30 is refused: Input should be greater than or equal to 0.001",
+    ),
+    ("optimizer.eps=1e9", "optimizer.eps: 1000000000.0 is refused: Input should be less than or equal to 0.001"),
+    (
+        "optimizer.weight_decay=1e9",
+        "optimizer.weight_decay: 1000000000.0 is refused: Input should be less than or equal to 1",
+    ),
+    (
+        "algorithm.correction_clip=1e-9",
+        "algorithm.correction_clip: 1e-09 is refused: Input should be greater than or equal to 1",
     ),
     ("eval.every=2", "eval.every 2 needs data.validation"),
     (
@@ -167,6 +199,33 @@ def test_numbers_in_exponent_form(run_file):
     assert (config.optimizer.lr, config.harness.timeout_s, config.optimizer.eps) == (1e-3, 600.0, 1.5e-8)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "mean_only"])
+def test_a_group_of_one_has_nothing_to_be_compared_with(run_file, advantage):
+    with pytest.raises(
+        ConfigError, match=f"group_size 1 gives every rollout advantage 0 .* {advantage}; use at least 2"
+    ):
+        load(run_file, ["trainer.group_size=1", f"algorithm.advantage={advantage}"])
+
+
+def test_words_that_yaml_1_1_reads_as_booleans_are_text_and_switches_take_them(run_file):
+    assert load(run_file, ["model.continuity=off"]).model.continuity == "off"
+    assert load(run_file, ["model.name=on", "harness.env.DEBUG=yes"]).harness.env == {"DEBUG": "yes"}
+    assert load(run_file, ["data.shuffle=no"]).data.shuffle is False
+    assert load(run_file, ["gateway.keep_wire=on"]).gateway.keep_wire is True
+
+
+@pytest.mark.parametrize("text", ["010", "-007", "08", "[3, 00]"])
+def test_a_number_with_a_leading_zero_is_refused_with_both_readings(run_file, text):
+    with pytest.raises(ConfigError, match=r"is octal in YAML 1\.1 and decimal in YAML 1\.2"):
+        load(run_file, [f"trainer.steps={text}"])
+
+
+def test_text_that_yaml_1_1_reads_as_something_else(run_file):
+    for text in ("2024-01-01", "12:30", "1_000", "0777x"):
+        assert load(run_file, [f"model.name={text}"]).model.name == text
+    assert load(run_file, ["trainer.steps=0x10"]).trainer.steps == 16
+
+
 def test_overrides_reach_new_and_existing_sections(run_file):
     config = load(run_file, ["trainer.steps=3", "model.name=tiny", "harness.env.A=x=y", "harness.command=[a, b]"])
     assert config.trainer.steps == 3
@@ -183,6 +242,36 @@ def test_paths_start_at_the_run_file(run_file, tmp_path):
     assert config.data.validation == Path("/abs/val.jsonl")
     assert config.model.path == str(tmp_path / "model")
     assert config.config_dir == tmp_path
+
+
+def test_the_home_folder_in_every_path(run_file, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    config = load(
+        run_file,
+        [
+            "run_dir=~/runs/a", "data={train: ~/t.jsonl, validation: ~/v.jsonl}", "model.path=~/m",
+            "harness={command: [x], python: ~/bin/python, readable: [~/r, s]}",
+            "workspace.template=~/repos/{{ task.r }}",
+            "kubernetes={kubeconfig: ~/k, template: ~/job.yaml, files: [~/f, g]}",
+        ],
+    )  # fmt: skip
+    assert config.run_dir == home / "runs/a"
+    assert (config.data.train, config.data.validation) == (home / "t.jsonl", home / "v.jsonl")
+    assert (config.model.path, config.harness.python) == (str(home / "m"), str(home / "bin/python"))
+    assert config.harness.readable == [home / "r", tmp_path / "s"]
+    assert config.workspace.template == f"{home}/repos/{{{{ task.r }}}}"
+    kubernetes = config.kubernetes
+    assert (kubernetes.kubeconfig, kubernetes.template) == (home / "k", home / "job.yaml")
+    assert kubernetes.files == [home / "f", tmp_path / "g"]
+
+
+def test_the_home_folder_of_nobody(run_file):
+    with pytest.raises(ConfigError) as caught:
+        load(run_file, ["run_dir=~nobody-of-that-name/a"])
+    assert str(caught.value) == (
+        "run_dir: '~nobody-of-that-name/a': no such user has a home folder here; write ./~ for a name"
+    )
 
 
 def test_a_hub_id_is_left_alone(run_file):

@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube kube-smoke check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
 
-PYTHON ?= python3.11
+PYTHON ?= $$(scripts/python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,10 +27,7 @@ help:
 	@echo "make bench-samples    training samples per rollout of mini-swe-agent"
 
 $(STAMP): pyproject.toml requirements.lock
-	@echo "setting up $(VENV)"
-	@start=$$(date +%s); $(PYTHON) -m venv $(VENV) && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[embedded,dev]' && \
-	echo $$(($$(date +%s) - start)) > $(VENV)/.install-seconds
+	@python=$(PYTHON) && scripts/venv "$$python"
 	@touch $@
 
 demo: $(STAMP)

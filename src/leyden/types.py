@@ -88,7 +88,7 @@ class Generation:
     stop_string: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One committed model call. Its whole prompt is the parent's prompt + the parent's sampled ids + `delta_P`.
 
@@ -112,7 +112,7 @@ class Turn:
     tools: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One training sequence: a root-to-leaf path of an attempt's tree.
 

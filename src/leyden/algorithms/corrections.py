@@ -11,7 +11,7 @@ from torch import Tensor
 from leyden.algorithms.losses import log_ratio
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Correction:
     """`weights_T` in (0, clip], detached. `missing_T`: no finite recorded log-prob. `clipped_T`: truncated."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ClippedLoss:
     """`loss_T` carries the gradient; the masks say where the clip decided, so that its gradient is zero
     there.

@@ -12,7 +12,7 @@ from leyden.algorithms.losses import k3_kl, log_ratio, ppo_clip
 from leyden.config import AlgorithmConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Objective:
     """`loss` is a scalar, to be summed over micro-batches. `sums` are sums over tokens (divide by `tokens`)."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from leyden.algorithms.batch import WeightedSample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PaddedSamples:
     """`ids_BL` is padded on the right, which a causal model never sees from the left: no attention mask is
     needed.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 NEAR_TOKENS = 8  # of what goes before, for reading a text's continuation in its place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """What the model is shown, and where it stands in the attempt's tree.
 

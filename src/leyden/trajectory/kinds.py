@@ -79,7 +79,7 @@ def conversations(turns: Sequence[Turn]) -> tuple[Conversation, ...]:
     return tuple(_conversation(tree, group, _kind(tree, group, main)) for group in groups)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Trees of one conversation: their turns, in order of ids, and the first root's ids."""
 

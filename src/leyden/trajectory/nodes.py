@@ -12,7 +12,7 @@ from leyden.trajectory.meaning import message_key
 from leyden.types import Ids, Json
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """A committed turn as continuity sees it.
 

@@ -13,7 +13,7 @@ from leyden.types import Ids
 COMPARED = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Parting:
     """The first `shared` ids of a root's prompt are those of turn `turn_id` with its prompt; then it has `theirs`, the
     root `ours`. Both go on to their ends.

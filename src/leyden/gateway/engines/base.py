@@ -79,7 +79,7 @@ class ChatCall:
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChatAnswer:
     """What the engine showed the model, what that sampled, and the message that the engine parsed from it."""
 

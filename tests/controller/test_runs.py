@@ -295,7 +295,7 @@ async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left
             (attempt_dir(made) / "go").touch()
             (rollout,) = await gateway.ended()
             gateway.add("r2")
-            (attempt_dir(made, "r2")).mkdir(parents=True)
+            await appears(attempt_dir(made, "r2") / "harness.log")
             (attempt_dir(made, "r2") / "go").touch()
             (second,) = await gateway.ended("r2")
     assert (rollout["state"], rollout["attempt"], rollout["reward"]) == ("succeeded", 1, 1.0)

@@ -40,6 +40,7 @@ from leyden.types import FailureClass, RolloutState
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
+MOST_REASON_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,11 @@ class Actor:
     keep: str
 
     async def perform(self, action: Action) -> None:
-        """One action with its failures: a conflict is read again, a failed launch voids the attempt."""
+        """One action with its failures: a conflict is read again, a failed launch voids the attempt.
+
+        So does everything else that goes wrong, for an attempt is a stranger's: what it leaves in its folder or makes
+        of its machine must end this attempt alone. The slot is free again once the gateway knows.
+        """
         rollout_id = action.rollout_id or ""
         try:
             await self._dispatch(action)
@@ -62,14 +67,27 @@ class Actor:
             self.board.change(rollout_id, phase=Phase.LOST, problem=str(error))
         except GatewayError as error:
             await self._reread(rollout_id, error)
+        except Exception as error:
+            await self._void(action, error)
         attempt = self.board.attempts.get(rollout_id)
         if attempt is not None and attempt.attempt == 0:
             self.board.forget(rollout_id)
         self.board.change(rollout_id, busy=False)
 
+    async def _void(self, action: Action, error: Exception) -> None:
+        """After an error that nobody expected. Where the attempt is void already, the plan tries again."""
+        problem = f"{type(action).__name__.lower()} failed: {type(error).__name__}: {error}"[:MOST_REASON_CHARS]
+        log.warning("rollout %s: %s", action.rollout_id, problem, exc_info=not isinstance(error, OSError))
+        if not isinstance(action, Infrastructure):
+            self.board.change(action.rollout_id or "", phase=Phase.LOST, problem=problem)
+        await asyncio.sleep(RETRY_S)
+
     def adopt(self, action: Adopt) -> None:
         rollout = self.board.rollouts[action.rollout_id]
-        attempt = self.backend.find(rollout)
+        try:
+            attempt = self.backend.find(rollout)
+        except Exception as error:
+            attempt = Attempt(rollout.rollout_id, rollout.attempt, Phase.LOST, problem=f"cannot be adopted: {error}")
         self.board.attempts[action.rollout_id] = attempt
         log.info("rollout %s attempt %d: adopted, %s", rollout.rollout_id, rollout.attempt, attempt.phase)
 
@@ -162,9 +180,10 @@ class Actor:
 
     async def forget(self, attempt: Attempt) -> None:
         """Drop an attempt that is over, and what it wrote if the run file says so."""
-        rollout = self.board.rollouts.get(attempt.rollout_id)
-        await self._clean_up(attempt, rollout)
-        self.board.forget(attempt.rollout_id)
+        try:
+            await self._clean_up(attempt, self.board.rollouts.get(attempt.rollout_id))
+        finally:
+            self.board.forget(attempt.rollout_id)
 
     async def settle_earlier(self) -> bool:
         """Clean up after attempts that ended while an earlier controller was killed. False if one must wait."""
@@ -187,8 +206,14 @@ class Actor:
         return settled
 
     async def _clean_up(self, attempt: Attempt, rollout: Rollout | None) -> None:
-        await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
-        workspace.settle(attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt))
+        """What cannot be deleted stays, and is said; the next controller tries once more."""
+        try:
+            await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
+            workspace.settle(attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt))
+        except OSError as error:
+            log.warning(
+                "rollout %s attempt %d: what it left cannot be deleted: %s", attempt.rollout_id, attempt.attempt, error
+            )
 
     async def _reread(self, rollout_id: str, error: GatewayError) -> None:
         """After a refusal the gateway's record counts; without a reply, wait before the plan tries again."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from leyden.controller.backends.leyden_launcher.files import read_json
 
 TIMEOUT = "timeout"
 CANCELLED = "cancelled"
@@ -57,8 +58,12 @@ class Exit:
     note: str | None = None
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+    def from_json(cls, data: Any) -> Self | None:
+        """None for what is no exit: a harness without a sandbox can write where its own is looked for."""
+        if not isinstance(data, dict) or not all(_fits(data.get(name), kinds) for name, kinds in _KINDS.items()):
+            return None
+        texts = {name: data[name][:MOST_CHARS] for name in ("killed", "error", "note") if data.get(name)}
+        return cls(**{name: data[name] for name in _KINDS if data.get(name) is not None or name in _ALWAYS} | texts)
 
     @property
     def clean(self) -> bool:
@@ -90,11 +95,8 @@ def lost(started: float, now: float) -> Exit:
 
 
 def read_exit(directory: Path) -> Exit | None:
-    """The job's end, if its exit.json is there."""
-    try:
-        return Exit.from_json(json.loads((directory / "exit.json").read_bytes()))
-    except FileNotFoundError:
-        return None
+    """The job's end, if its exit.json is there and is one."""
+    return Exit.from_json(read_json(str(directory / "exit.json")))
 
 
 def harness_job(rollout_id: str, attempt: int) -> str:
@@ -104,6 +106,22 @@ def harness_job(rollout_id: str, attempt: int) -> str:
 def grader_job(rollout_id: str, attempt: int, number: int) -> str:
     """`number` counts the tries of the grader from 1."""
     return f"{rollout_id}.{attempt}.grade{number}"
+
+
+_NUMBER = (int, float)
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("started", "ended"), _NUMBER),
+    **dict.fromkeys(("exit_code", "signal", "max_rss_bytes"), (int, type(None))),
+    "log_dropped_bytes": (int, type(None)),
+    "cpu_s": (*_NUMBER, type(None)),
+    **dict.fromkeys(("killed", "error", "note"), (str, type(None))),
+}
+_ALWAYS = ("exit_code", "signal")
+MOST_CHARS, MOST_NUMBER = 1000, 1 << 53
+
+
+def _fits(value: object, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (not isinstance(value, _NUMBER) or abs(value) < MOST_NUMBER)
 
 
 def _signal_name(number: int) -> str:

@@ -66,9 +66,13 @@ class AttemptPaths:
 
 def attempt_paths(run_dir: Path, rollout_id: str, attempt: int) -> AttemptPaths:
     """Raises LaunchError for an id that is not a plain file name."""
-    if not rollout_id or not all(c.isalnum() or c in "-_" for c in rollout_id):
+    if not is_plain_name(rollout_id):
         raise LaunchError(f"rollout id {rollout_id!r} has characters other than letters, digits, - and _")
     return AttemptPaths(run_dir / "attempts" / rollout_id / str(attempt))
+
+
+def is_plain_name(rollout_id: str) -> bool:
+    return bool(rollout_id) and all(c.isalnum() or c in "-_" for c in rollout_id)
 
 
 def variables(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> dict[str, Any]:

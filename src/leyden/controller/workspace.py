@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller.launch import AttemptPaths, variables
+from leyden.controller.backends.leyden_launcher import removal
+from leyden.controller.backends.leyden_launcher.removal import open_up
+from leyden.controller.launch import AttemptPaths, is_plain_name, variables
 from leyden.controller.templates import render
 from leyden.errors import LaunchError
 from leyden.types import Json
 
 SETTLED = "settled"
+MOST_PARTS = 100
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
 def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
@@ -25,9 +28,9 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
     Raises LaunchError naming the offending path. What an interrupted start left in the folder is replaced.
     """
     try:
-        paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(paths.root.parent)
+        empty(paths.root)
         _write_private(paths.task, json.dumps(task, ensure_ascii=False))
-        remove(paths.workspace)
         template = config.workspace.template
         if template is None:
             paths.workspace.mkdir(mode=0o700)
@@ -41,25 +44,61 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
 
 
 def settle(paths: AttemptPaths) -> None:
-    """Note that the attempt is over and cleaned up after."""
-    with contextlib.suppress(FileNotFoundError):
+    """Note that the attempt is over and cleaned up after. Raises OSError."""
+    if paths.root.is_dir() and not paths.root.is_symlink():
+        open_up(str(paths.root))
         (paths.root / SETTLED).touch(mode=0o600)
 
 
 def unsettled(run_dir: Path) -> list[tuple[str, int]]:
     """(rollout id, attempt) of the folders that nobody cleaned up after, or not yet."""
-    folders = (run_dir / "attempts").glob("*/*")
     return [
         (folder.parent.name, int(folder.name))
-        for folder in folders
-        if folder.name.isdecimal() and not (folder / SETTLED).exists()
+        for folder in (run_dir / "attempts").glob("*/*")
+        if is_plain_name(folder.parent.name) and _NUMBER.fullmatch(folder.name) and not _is_settled(folder)
     ]
+
+
+def _is_settled(folder: Path) -> bool:
+    try:
+        return folder.is_symlink() or (folder / SETTLED).exists()
+    except OSError:  # no folder any more, or one without permissions
+        return False
 
 
 def empty(folder: Path) -> None:
     """A private, empty folder, whatever was there."""
     remove(folder)
     folder.mkdir(mode=0o700)
+
+
+def own_folder(folder: Path) -> None:
+    """A folder that its owner may use: the one that is there, or an empty one for whatever else is there or nothing."""
+    if folder.is_symlink() or not folder.is_dir():
+        remove(folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    open_up(str(folder))
+
+
+def ready_to_grade(task: Json, paths: AttemptPaths, number: int) -> None:
+    """What a grader starts with: the task as the gateway has it, a place for its own files, and the workspace as the
+    harness left it. Where that is no folder, or not even the attempt's own is there, the grader finds an empty one:
+    an agent that wrecks what is to be graded is graded on the wreck. Raises LaunchError.
+    """
+    try:
+        own_folder(paths.root)
+        remove(paths.task)
+        _write_private(paths.task, json.dumps(task, ensure_ascii=False))
+        if number == 1:
+            empty(paths.grade)
+        else:
+            own_folder(paths.grade)
+            before = paths.grade / "exit.json"
+            if before.exists():
+                before.replace(paths.grade / f"exit.{number - 1}.json")
+        own_folder(paths.workspace)
+    except OSError as error:
+        raise LaunchError(f"the grader's folders in {paths.root} cannot be made: {error}") from error
 
 
 def task_files(task: Json, name: str) -> dict[PurePosixPath, str]:
@@ -81,41 +120,26 @@ def write_files(workspace: Path, files: Mapping[PurePosixPath, str]) -> None:
         target.write_text(text, encoding="utf-8", errors="replace")
 
 
-def next_grade(paths: AttemptPaths, number: int) -> None:
-    """Make room for the grader's `number`-th try: the exit.json of the one before gets its number."""
-    paths.grade.mkdir(mode=0o700, exist_ok=True)
-    before = paths.grade / "exit.json"
-    if number > 1 and before.exists():
-        before.replace(paths.grade / f"exit.{number - 1}.json")
-
-
 def grade_tries(paths: AttemptPaths) -> int:
     """How many tries of the grader have ended before the current one."""
     return len(list(paths.grade.glob("exit.[0-9]*.json")))
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder, also where the harness took write permission away."""
-    if folder.is_symlink() or not folder.exists():
-        folder.unlink(missing_ok=True)
-        return
-    shutil.rmtree(folder, onerror=_open_up)
-
-
-def _open_up(function: Callable[..., Any], path: str, _: Any) -> None:
-    parent = Path(path).parent
-    parent.chmod(0o700)
-    if Path(path).is_dir() and not Path(path).is_symlink():
-        Path(path).chmod(0o700)
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    function(path)
+def remove(path: Path) -> None:
+    """Delete what a harness left at a path, whatever it made of it. Raises OSError."""
+    removal.remove(str(path))
 
 
 def _relative(path: object) -> PurePosixPath:
     pure = PurePosixPath(str(path))
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in str(path):
         raise LaunchError(f"workspace.files: {path!r} is not a path inside the workspace")
+    if len(pure.parts) > MOST_PARTS:
+        raise LaunchError(f"workspace.files: {str(path)[:60]!r}... has {len(pure.parts)} parts; at most {MOST_PARTS}")
+    try:
+        os.fsencode(pure)
+    except UnicodeEncodeError as error:
+        raise LaunchError(f"workspace.files: {path!r} is no file name: {error.reason}") from None
     return pure
 
 

@@ -212,7 +212,8 @@ class Launcher:
             if future is not None:
                 future.set_exception(LaunchError(message["error"]))
         elif event == "ended":
-            self._end(job_id, Exit.from_json(message["exit"]))
+            _, started = self._jobs.get(job_id, (None, time.time()))
+            self._end(job_id, Exit.from_json(message["exit"]) or lost(started, time.time()))
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -61,15 +60,14 @@ class LocalBackend:
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
         paths = self._paths(rollout.rollout_id, rollout.attempt)
-        workspace.next_grade(paths, number)
-        task = json.loads(paths.task.read_text(encoding="utf-8"))
+        await asyncio.to_thread(workspace.ready_to_grade, rollout.task, paths, number)
         job = launch.grader(
             self._config,
             self._url,
             key,
             rollout.rollout_id,
             rollout.attempt,
-            task,
+            rollout.task,
             number,
             self._parent,
             sys.executable,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import time
 from typing import Any
+
+from .removal import open_up, remove
+
+MOST_BYTES = 1 << 20
 
 
 def write_out(fd: int, data: bytes) -> None:
@@ -18,10 +23,13 @@ def write_out(fd: int, data: bytes) -> None:
 
 
 def read_json(path: str) -> Any:
+    """What a plain file of at most MOST_BYTES holds; None for anything else that may lie there."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError):
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+            facts = os.fstat(file.fileno())
+            whole = stat.S_ISREG(facts.st_mode) and facts.st_size <= MOST_BYTES
+            return json.loads(file.read(MOST_BYTES)) if whole else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -35,6 +43,20 @@ def write_json(path: str, value: object) -> None:
     temporary = f"{path}.tmp{os.getpid()}"
     write_plain(temporary, value)
     os.replace(temporary, path)
+
+
+def publish(path: str, value: object) -> None:
+    """The same where strangers could write: what they put in the way goes, a folder that they took away is made."""
+    try:
+        write_json(path, value)
+    except OSError:
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder) or os.path.islink(folder):
+            remove(folder)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        open_up(folder)
+        remove(path)
+        write_json(path, value)
 
 
 def log(message: str) -> None:

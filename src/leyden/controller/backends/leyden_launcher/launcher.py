@@ -36,9 +36,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from . import removal
 from .cgroups import Cgroups, remove
 from .controllers import Controllers
-from .files import log, read_json, write_json
+from .files import log, publish, read_json
 from .job import Become, Job
 from .preload import Preload, freeze
 from .processes import (
@@ -117,11 +118,10 @@ class Launcher:
         """Take over reapers of an earlier launcher: the same process by id and start time, watched by pidfd."""
         folder = os.path.join(self.state, "jobs")
         for name in sorted(os.listdir(folder)):
-            if not name.endswith(".json"):
-                os.unlink(os.path.join(folder, name))
-                continue
-            record = read_json(os.path.join(folder, name))
-            if record is None:
+            record: Any = read_json(os.path.join(folder, name)) if name.endswith(".json") else None
+            if not is_record(record, name):
+                with contextlib.suppress(OSError):
+                    removal.remove(os.path.join(folder, name))
                 continue
             if not self.adopt_one(record):
                 self.jobs[record["id"]] = dict(record, pidfd=None)
@@ -198,16 +198,16 @@ class Launcher:
         result = read_json(os.path.join(job["dir"], "exit.json"))
         if result is None:
             record = read_json(self.record_path(job_id))
-            if record and record["pid"] != job["pid"] and self.adopt_one(record):
+            if is_record(record, f"{job_id}.json") and record["pid"] != job["pid"] and self.adopt_one(record):
                 return  # an earlier launcher's reaper had this id first
-            remove((record or job).get("groups", []))
+            remove((record if is_record(record, f"{job_id}.json") else job).get("groups", []))
             kill_session(job.get("leader"))
             self.kill_strays()
             result = exit_record(job["started"], killed="lost")
             with contextlib.suppress(OSError):
-                write_json(os.path.join(job["dir"], "exit.json"), result)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.record_path(job_id))
+                publish(os.path.join(job["dir"], "exit.json"), result)
+        with contextlib.suppress(OSError):
+            removal.remove(self.record_path(job_id))
         if job.get("learns"):
             self.preload.start_probe(self.leave)
         self.controllers.send({"event": "ended", "id": job_id, "exit": result})
@@ -285,7 +285,7 @@ class Launcher:
         if job is None:
             return
         with contextlib.suppress(OSError):
-            write_json(os.path.join(job["dir"], "kill.json"), {"reason": reason, "grace_s": grace_s})
+            publish(os.path.join(job["dir"], "kill.json"), {"reason": reason, "grace_s": grace_s})
         with contextlib.suppress(ProcessLookupError):
             if job["pidfd"] is None:
                 os.kill(job["pid"], signal.SIGTERM)
@@ -296,3 +296,17 @@ class Launcher:
         self.stopping = reason
         for job_id in list(self.jobs):
             self.kill(job_id, reason, 1.0)
+
+
+def is_record(value: Any, name: str) -> bool:
+    """Whether this is what a reaper writes into a file of that name. A job can write into the folder too."""
+    return (
+        isinstance(value, dict)
+        and f"{value.get('id')}.json" == name
+        and all(isinstance(value.get(key), int) for key in ("pid", "ticks"))
+        and isinstance(value.get("dir"), str)
+        and isinstance(value.get("started"), (int, float))
+        and isinstance(value.get("leader", 0), int)
+        and isinstance(value.get("groups"), list)
+        and all(isinstance(group, str) for group in value["groups"])
+    )

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 from . import cgroups
 from .capped_log import READ_BYTES, CappedLog
 from .disk import DiskWatch
-from .files import log, read_json, write_json, write_plain
+from .files import log, publish, read_json, write_json, write_plain
 from .forward import forward
 from .job import Job, start_job
 from .processes import SIGNALS, children, descendants, drain, kill_all, start_ticks, subreaper, wake_pipe
 from .sandboxed import DIED
 
 KILL_LIMIT_S = 30.0
+MOST_GRACE_S = 60.0
 OVER_LIMIT = "limit"
 NO_SANDBOX = "the sandbox could not be made; bwrap's reason is in the log"
 
@@ -69,18 +70,18 @@ class Reaper:
         if os.path.exists(self.exit_path) or not self.write_record():
             os._exit(0)
         log_r, log_w = os.pipe()
+        self.log = CappedLog(self.job["log"], self.job["log_bytes"], log_r)
         self.channel, theirs = socket.socketpair()
         self.leader = os.fork()
         if self.leader == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (self.wake_r, wake_w, self.alive_fd, log_r, self.channel.detach()):
+            for fd in (self.wake_r, wake_w, self.alive_fd, log_r, self.log.file, self.channel.detach()):
                 os.close(fd)
             start_job(self.job, self.group, log_w, theirs.detach())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.close(log_w)
         theirs.close()
         self.rewrite_record()
-        self.log = CappedLog(self.job["log"], self.job["log_bytes"], log_r)
         self.watch()
         self.finish()
         os._exit(0)
@@ -103,8 +104,9 @@ class Reaper:
             usage=resource.getrusage(resource.RUSAGE_CHILDREN),
             dropped=self.log.dropped,
         )
-        write_json(self.exit_path, record)
-        os.unlink(self.record_path)
+        publish(self.exit_path, record)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.record_path)
         if self.lost_launcher is not None:
             self.groups.close()
 
@@ -237,9 +239,9 @@ class Reaper:
 
     def kill_if_due(self) -> None:
         if self.term and self.killed is None:
-            order = read_json(os.path.join(self.job["dir"], "kill.json")) or {}
-            self.killed = order.get("reason", "stopped")
-            self.begin_kill(order.get("grace_s", 1.0))
+            order = read_json(os.path.join(self.job["dir"], "kill.json"))
+            self.killed, grace_s = kill_order(order)
+            self.begin_kill(grace_s)
         if self.kill_at is not None and time.monotonic() >= self.kill_at:
             kill_all(descendants(os.getpid()), signal.SIGKILL)
             self.kill_at = time.monotonic() + 0.01
@@ -249,6 +251,16 @@ class Reaper:
         own = {self.leader} if self.job["forward"] else set()
         kill_all((pid for pid in descendants(os.getpid()) if pid not in own), signal.SIGTERM)
         self.kill_at = time.monotonic() + grace_s
+
+
+def kill_order(found: Any) -> tuple[str, float]:
+    """Why, and the grace in seconds, from a kill.json; a job could have written there."""
+    order = found if isinstance(found, dict) else {}
+    reason, grace_s = order.get("reason"), order.get("grace_s")
+    return (
+        reason if isinstance(reason, str) else "stopped",
+        float(min(max(grace_s, 0.0), MOST_GRACE_S)) if isinstance(grace_s, (int, float)) else 1.0,
+    )
 
 
 def exit_record(

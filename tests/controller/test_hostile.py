@@ -1,0 +1,224 @@
+"""What an agent leaves is a stranger's: it is graded as it lies there, and ends nothing but its own attempt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.config import RunConfig
+from leyden.controller import workspace
+from leyden.controller.backends.leyden_launcher.removal import remove
+from leyden.controller.backends.local import LocalBackend
+from leyden.controller.jobs import read_exit
+from leyden.controller.launch import attempt_paths
+from tests.controller.conftest import controlling
+from tests.controller.fake_gateway import FakeGateway
+
+Config = Callable[..., RunConfig]
+Left = Callable[[], list[str]]
+AS_ROOT = os.getuid() == 0
+SEES_TASK = [
+    sys.executable,
+    "-c",
+    "import json, os; from leyden.client import post_reward; "
+    "post_reward(json.load(open(os.environ['LEYDEN_TASK']))['answer'] + len(os.listdir('.')) / 4)",
+]
+NEST = "import os\nfor _ in range({n}):\n os.mkdir('{name}')\n os.chdir('{name}')\n"
+
+
+def nested(folder: Path, depth: int, name: str = "d") -> None:
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", NEST.format(n=depth, name=name)], cwd=folder, check=True)
+
+
+async def two_rollouts(config: RunConfig) -> list[dict[str, Any]]:
+    """The hostile one, then another in the same controller."""
+    async with FakeGateway() as gateway:
+        gateway.add("r1", {"answer": 7.0, "hostile": True})
+        async with controlling(config, gateway):
+            await gateway.ended("r1")
+            gateway.add("r2", {"answer": 8.0})
+            return await gateway.ended()
+
+
+@pytest.mark.parametrize(
+    ("script", "left"),
+    [
+        (f'exec {sys.executable} -c "{NEST.format(n=1500, name="d")}"', 1),
+        (f'exec {sys.executable} -c "{NEST.format(n=40, name="d" * 200)}"', 1),
+        ("rm -rf $PWD", 0),
+        ("d=$PWD; cd /; rm -rf $d; echo x > $d", 0),
+        ("d=$PWD; cd /; rm -rf $d; ln -s /etc $d", 0),
+        ("d=$PWD; cd /; rm -rf $d; mkfifo $d", 0),
+        ("touch a; chmod 0 .", 1),
+        ("mkdir -p a/b/c; chmod 300 a/b/c a/b a", 1),
+        ("echo x > ../grade", 0),
+        ("mkdir ../exit.json ../kill.json; touch ../exit.json/x", 0),
+        ("mkdir ../grade; echo '[]' > ../grade/exit.json", 0),
+        ("rm ../task.json", 0),
+        ("echo '{' > ../task.json", 0),
+        ("rm ../task.json; mkdir -p ../task.json/x", 0),
+        ("d=$(dirname $PWD); cd /; rm -rf $d", 0),
+        ("d=$(dirname $PWD); cd /; rm -rf $d; echo x > $d", 0),
+        ("d=$(dirname $PWD); cd /; rm -rf $d; ln -s /etc $d", 0),
+        pytest.param(
+            "touch a; chattr +i a . ..", 1, marks=pytest.mark.skipif(not AS_ROOT, reason="only root makes immutable")
+        ),
+    ],
+)
+async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left, script: str, left: int) -> None:
+    made = config(
+        f"if grep -q hostile ../task.json; then {script}; fi", grader={"command": SEES_TASK}, workspace={"keep": "none"}
+    )
+    first, second = await two_rollouts(made)
+    assert (first["state"], first["attempt"], first["reward"]) == ("succeeded", 1, 7.0 + left / 4)
+    assert (second["state"], second["attempt"], second["reward"]) == ("succeeded", 1, 8.0)
+    for rollout_id in ("r1", "r2"):
+        paths = attempt_paths(made.run_dir, rollout_id, 1)
+        names = [path.name for path in paths.root.iterdir()]
+        assert "workspace" not in names and workspace.SETTLED in names
+
+
+def _text(content: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *map(_text, ["[]", "{", '{"started": "x"}', "[" * 100_000, '{"started": 1, "ended": NaN}', "\0" * (2 << 20)]),
+        Path.mkdir,
+        lambda path: path.symlink_to(path),
+        os.mkfifo,
+    ],
+)
+async def test_an_exit_that_is_none_makes_a_lost_attempt(
+    config: Config, gone: Left, make: Callable[[Path], Any]
+) -> None:
+    """Also of an earlier life of the controller, which must start all the same."""
+    made = config()
+    paths = attempt_paths(made.run_dir, "r1", 1)
+    paths.root.mkdir(parents=True)
+    make(paths.exit)
+    assert read_exit(paths.root) is None
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        gateway.set("r1", state="running", attempt=1, controller="c")
+        async with controlling(made, gateway):
+            (rollout,) = await gateway.ended("r1")
+            gateway.add("r2")
+            (second,) = await gateway.ended("r2")
+    assert (rollout["attempt"], rollout["reward"], second["reward"]) == (2, 1.0, 1.0)
+
+
+async def test_garbage_of_an_earlier_life_ends_no_controller(config: Config, gone: Left) -> None:
+    made = config()
+    jobs = made.run_dir / "launcher/jobs"
+    attempts = made.run_dir / "attempts"
+    for folder in (jobs / "x.1.json", jobs / "y", attempts / "bad name?" / "1", attempts / "r9" / ("1" * 200)):
+        folder.mkdir(parents=True)
+    (jobs / "z.1.json").write_text('{"id": "z.1", "pid": "x"}')
+    (jobs / "u.1.json").write_text("[]")
+    (attempts / "r8").write_text("a file")
+    (attempts / "r7").mkdir()
+    (attempts / "r7/1").write_text("a file")
+    async with FakeGateway() as gateway:
+        gateway.add("r7")
+        gateway.add("r8")
+        async with controlling(made, gateway):
+            ended = await gateway.ended()
+    assert [(r["state"], r["attempt"], r["reward"]) for r in ended] == [("succeeded", 1, 1.0)] * 2
+    assert list(jobs.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["start_harness", "start_grader", "forget", "find"])
+async def test_an_error_that_nobody_expected_voids_the_attempt_and_frees_its_slot(
+    config: Config, gone: Left, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    calls = []
+    real: Callable[..., Any] = getattr(LocalBackend, method)
+
+    def once(self: LocalBackend, *args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise RecursionError(f"in {method}")
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(LocalBackend, method, once)
+    made = config(controller={"concurrency": 1})
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        if method == "find":
+            gateway.set("r1", state="running", attempt=1, controller="c")
+        async with controlling(made, gateway):
+            (first,) = await gateway.ended("r1")
+            gateway.add("r2")
+            (second,) = await gateway.ended("r2")
+    assert (first["state"], first["reward"], first["attempt"]) == ("succeeded", 1.0, 1 if method == "forget" else 2)
+    assert (second["state"], second["reward"]) == ("succeeded", 1.0)
+
+
+def test_an_attempt_whose_folder_is_a_file_is_read_and_settled(config: Config) -> None:
+    made = config()
+    paths = attempt_paths(made.run_dir, "r1", 1)
+    paths.root.parent.mkdir(parents=True)
+    paths.root.write_text("x")
+    assert read_exit(paths.root) is None
+    assert workspace.unsettled(made.run_dir) == [("r1", 1)]
+    workspace.settle(paths)
+    assert paths.root.read_text() == "x"
+
+
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
+    nested(tmp_path / "w", 3000, "d" * 100)
+    remove(str(tmp_path / "w"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_link_names_stays(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/file").touch()
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/link").symlink_to(tmp_path / "outside")
+    (tmp_path / "link").symlink_to(tmp_path / "outside")
+    remove(str(tmp_path / "w"))
+    remove(str(tmp_path / "link"))
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "outside", tmp_path / "outside/file"]
+
+
+MODES = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from removal import remove
+os.mkdir("w"); os.mkdir("w/a"); os.mkdir("w/a/b"); os.mkdir("w/a/b/c"); open("w/a/b/f", "w").close()
+for path in ("w/a/b/c", "w/a/b", "w/a", "w"):
+    os.chmod(path, int(sys.argv[2], 8))
+remove("w")
+print(os.listdir("."))
+"""
+
+
+@pytest.mark.parametrize("mode", ["0300", "0500", "0000", "0600"])
+def test_a_plain_user_removes_folders_of_any_mode(tmp_path_factory: pytest.TempPathFactory, mode: str) -> None:
+    own = 65534 if AS_ROOT else os.getuid()
+    folder = Path("/tmp") / f"leyden-test-{os.getpid()}-{mode}"
+    folder.mkdir()
+    os.chown(folder, own, -1)
+    source = Path(workspace.__file__).parent / "backends/leyden_launcher/removal.py"
+    shutil.copy(source, folder / "removal.py")
+    (folder / "removal.py").chmod(0o644)
+    try:
+        answer = subprocess.run(
+            ["/usr/bin/env", "python3", "-B", "-c", MODES, str(folder), mode],
+            cwd=folder, capture_output=True, text=True, user=own, check=False,
+        )  # fmt: skip
+        assert answer.stdout == "['removal.py']\n", answer.stderr
+    finally:
+        remove(str(folder))

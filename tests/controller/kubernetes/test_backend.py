@@ -333,7 +333,14 @@ async def test_a_full_folder_is_the_agent_s_own_end_and_graded_on_its_first_work
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(data["workspace.tar.gz"]))) as archive:
             content = archive.extractfile("./a.txt")
             assert content is not None and content.read() == b"first"
-        assert json.loads(base64.b64decode(data["exit.json"]))["killed"] == "limit"
+        assert json.loads(base64.b64decode(data[key_of(pod, "exit.json")]))["killed"] == "limit"
+
+
+def key_of(pod: Json, file: str) -> str:
+    """A file's key in the Secret."""
+    (items,) = [v["secret"]["items"] for v in pod["volumes"] if v["name"] == "leyden-files"]
+    (key,) = [item["key"] for item in items if item["path"] == file]
+    return str(key)
 
 
 async def test_a_workspace_that_was_lost_otherwise_voids_the_attempt(config: Config, cluster: FakeCluster) -> None:

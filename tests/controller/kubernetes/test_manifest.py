@@ -106,6 +106,7 @@ def test_no_secret_in_the_job() -> None:
     assert variables(main(made)) == {
         "OPENAI_BASE_URL": "http://gateway:8000/v1",
         "PRICE": "$$(LEYDEN_KEY)",
+        "GIT_CONFIG_SYSTEM": "/leyden/files/gitconfig",
         "LEYDEN_KEY": {"secretKeyRef": {"name": name, "key": "LEYDEN_KEY"}},
         "OPENAI_API_KEY": {"secretKeyRef": {"name": name, "key": "OPENAI_API_KEY"}},
     }
@@ -115,11 +116,15 @@ def test_no_secret_in_the_job() -> None:
         "OPENAI_API_KEY": b"CANARY-agent",
         "keeper-key": b"CANARY-workspace",
         "keeper.py": b"print('keeper')",
-        "task.json": b"{}",
+        "file-0": b"[include]\n\tpath = /etc/gitconfig\n[safe]\n\tdirectory = *\n",
+        "file-1": b"{}",
         "workspace.tar.gz": b"packed",
     }
     volumes = {v["name"]: v for v in made.job["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["leyden-files"]["secret"]["items"] == [{"key": "task.json", "path": "task.json"}]
+    assert volumes["leyden-files"]["secret"]["items"] == [
+        {"key": "file-0", "path": "gitconfig"},
+        {"key": "file-1", "path": "task.json"},
+    ]
     assert [i["key"] for i in volumes["leyden-in"]["secret"]["items"]] == ["keeper.py", "workspace.tar.gz"]
 
 
@@ -161,7 +166,10 @@ def test_environment_values_are_the_inputs_as_text(value: object, text: str) -> 
     assert variables(main(with_template(CONTAINER % "'a {{ task.v }}'", task={"v": value})))["V"] == f"a {text}"
 
 
-@pytest.mark.parametrize(("written", "value"), [("8080", 8080), ("true", True), ("1.5", 1.5), ("[x]", ["x"])])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("8080", 8080), ("010", 8), ("true", True), ("yes", True), ("1.5", 1.5), ("null", None), ("[x]", ["x"])],
+)
 def test_an_unquoted_environment_value_is_refused(written: str, value: object) -> None:
     """Case K12: the variable and its path are named."""
     where = re.escape(f"spec.template.spec.containers[0].env[0] (V): value {value!r} is not text; quote it")
@@ -243,7 +251,19 @@ def test_kubernetes_expands_nothing_in_a_value() -> None:
         ("{{ nothing }}", "'nothing' is undefined; known are task"),
         ("a: {{ task }}", "is not a scalar; print it with | structure"),
         ("a: [1", "is not YAML"),
-        ("a: 1\na: 2", "key 'a' is given twice"),
+        ("a: 1\na: 2", "key 'a' is given twice\n  in \"<unicode string>\", line 2, column 1"),
+        (
+            "a: 1\nb: !!timestamp 2001-01-01",
+            "'tag:yaml.org,2002:timestamp'\n  in \"<unicode string>\", line 2, column 4",
+        ),
+        ("a: !!binary aGk=", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
+        ("a: !!set {b, c}", "could not determine a constructor for the tag 'tag:yaml.org,2002:set'"),
+        ("a: 1\nb: !!int x", "'x' is no int\n  in \"<unicode string>\", line 2, column 4"),
+        ("a: !!bool maybe", "'maybe' is no bool"),
+        ("? [a]\n: b", "a key is no text"),
+        ("a: " + "[" * 2000, "is not YAML"),
+        ("{{ task.v }}: 1", "'x' is printed as a key; a key stands in the template"),
+        ("labels: {a-{{ task.v }}: 1}", "'x' is printed as a key"),
         ("a: &x [1]\nb: [*x, *x]", "aliases are refused"),
         ("- 1", "holds list, not a Job"),
         ("a: {% filter upper %}{{ task.v }}{% endfilter %}", "a {% filter %} block changes a printed value"),
@@ -257,8 +277,62 @@ def test_templates_that_are_refused(template: str, message: str) -> None:
 
 
 def test_values_keep_their_type_and_compare_as_themselves() -> None:
-    template = "a: {{ n }}\nb: {{ l | structure }}\nc: {% if s == 'x' %}{{ s | upper }}{% endif %}\n{{ s }}: d\n"
-    assert render_document(template, {"n": 3, "l": ["1", 2], "s": "x"}) == {"a": 3, "b": ["1", 2], "c": "X", "x": "d"}
+    template = "a: {{ n }}\nb: {{ l | structure }}\nc: {% if s == 'x' %}{{ s | upper }}{% endif %}\n"
+    assert render_document(template, {"n": 3, "l": ["1", 2], "s": "x"}) == {"a": 3, "b": ["1", 2], "c": "X"}
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("2001-01-01", "2001-01-01"),
+        ("2001-12-14t21:59:43.10-05:00", "2001-12-14t21:59:43.10-05:00"),
+        ("1:30", "1:30"),
+        ("22:22", "22:22"),
+        ("1e3", "1e3"),
+        (".nan", ".nan"),
+        ("-.inf", "-.inf"),
+        ("=", "="),
+        ("08", "08"),
+        ("!!str 010", "010"),
+        ("0644", 0o644),
+        ("0x1F", 31),
+        ("1.5e+3", 1500.0),
+        ("~", None),
+        ("on", True),
+    ],
+)
+def test_yaml_is_read_as_kubectl_reads_it(written: str, text: object) -> None:
+    assert render_document(f"a: {written}\n2001-01-01: {{1: x, yes: x, 1.20: x, 08: x}}", {}) == {
+        "a": text,
+        "2001-01-01": {"1": "x", "yes": "x", "1.20": "x", "08": "x"},
+    }
+
+
+@pytest.mark.parametrize("quotes", ["${{ task.v }}", "$$${{ task.v }}", "$({{ task.v }})", "$(A{{ task.v }}"])
+@pytest.mark.parametrize(
+    "value", ["(LEYDEN_KEY)", "LEYDEN_KEY", "LEYDEN_KEY)", "$(LEYDEN_KEY)", "", "$", "$$(LEYDEN_KEY)"]
+)
+def test_no_reference_is_made_of_a_value_and_the_text_around_it(quotes: str, value: str) -> None:
+    """What Kubernetes makes of it is the template with the value in it, and the template's own `$$` as one `$`."""
+    template = f"env: [{{name: V, value: 'cost $5 $(OWN) {quotes}) $'}}]\nargs: ['{quotes}) $(OWN)']"
+    made = render_document(template, {"task": {"v": value}})
+    meant = quotes.replace("$$", "$").replace("{{ task.v }}", value)
+    assert expanded(made["env"][0]["value"]) == f"cost $5 <OWN> {meant}) $"
+    assert expanded(made["args"][0]) == f"{meant}) <OWN>"
+
+
+def expanded(text: str) -> str:
+    """As Kubernetes does it, with every name known; see its third_party/forked/golang/expansion."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else f"<{m[2]}>", text)
+
+
+def test_structure_is_only_values_too() -> None:
+    task = {"env": [{"name": "A", "value": "$(LEYDEN_KEY)"}], "main": {"args": ["$(LEYDEN_KEY)"], "image": "a$b"}}
+    made = render_document("env: {{ task.env | structure }}\nc: {{ task.main | structure }}", {"task": task})
+    assert made == {
+        "env": [{"name": "A", "value": "$$(LEYDEN_KEY)"}],
+        "c": {"args": ["$$(LEYDEN_KEY)"], "image": "a$b"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -270,12 +344,45 @@ def test_values_keep_their_type_and_compare_as_themselves() -> None:
             CONTAINER.replace("name: harness", "name: agent") % "x",
             "spec.template.spec.containers are ['agent']; one must be 'harness'",
         ),
+        (CONTAINER.replace("image: a", "image: a}, {name: keep") % "x", "containers: 'keep' is a name of Leyden's own"),
+        (CONTAINER.replace("image: a", "image: a}, {name: harness") % "x", "one must be 'harness'"),
+        (CONTAINER.replace("image: a", "image: a}, {name: b}, {name: b") % "x", "containers: 'b' is given twice"),
+        (
+            CONTAINER.replace("spec: {containers", "spec: {volumes: [{name: leyden-in}], containers") % "x",
+            "volumes: 'leyden-in' is a name of Leyden's own",
+        ),
         (CONTAINER.replace("name: V, ", "") % "x", "containers[0].env[0]: {'value': 'x'} has no name"),
     ],
 )
 def test_jobs_that_are_refused(template: str, message: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(message)):
         with_template(template)
+
+
+def test_git_s_setting_is_the_template_s_own_where_it_has_one() -> None:
+    template = CONTAINER.replace("name: V", "name: GIT_CONFIG_SYSTEM") % "/mine"
+    assert variables(main(with_template(template)))["GIT_CONFIG_SYSTEM"] == "/mine"
+
+
+def test_the_keeper_stands_directly_before_the_harness() -> None:
+    """What the template starts before the harness still starts before it, what it starts after it after it."""
+    template = CONTAINER.replace("[{name: harness", "[{name: first}, {name: harness").replace(
+        "%s}]}]", "x}]}, {name: last}]"
+    )
+    pod = with_template(template).job["spec"]["template"]["spec"]
+    assert [c["name"] for c in pod["containers"]] == ["first", "keep", "harness", "last"]
+
+
+def test_any_file_name_may_lie_in_the_pod() -> None:
+    """Whatever a Secret's keys may be, and whatever else it holds."""
+    files = {"a b.py": b"1", "keeper.py": b"2", "LEYDEN_KEY": b"3", "é": b"4"}
+    made = manifest(PODS, replace(PROGRAM, files=files))
+    volumes = {v["name"]: v for v in made.job["spec"]["template"]["spec"]["volumes"]}
+    data = {k: base64.b64decode(v) for k, v in made.secret["data"].items()}
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]+", key) for key in data)
+    found = {i["path"]: data[i["key"]] for i in volumes["leyden-files"]["secret"]["items"]}
+    assert {name: found[name] for name in files} == files
+    assert data["LEYDEN_KEY"] == b"CANARY-agent" and data["keeper.py"] == b"print('keeper')"
 
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -29,7 +29,12 @@ _VOLUME = "/leyden/volume"
 _KEEPER_FILE = "keeper.py"
 _ARCHIVE = "workspace.tar.gz"
 _KEEPER_KEY = "keeper-key"
+_GITCONFIG = "gitconfig"
 _NAME_PART = 20
+_VOLUMES = ("leyden", "leyden-in", "leyden-files")
+_DEFAULTS = {"GIT_CONFIG_SYSTEM": f"{FILES}/{_GITCONFIG}"}
+# The workspace is the keeper's; git works in one of another user's only where it is told that this is meant.
+_GIT = b"[include]\n\tpath = /etc/gitconfig\n[safe]\n\tdirectory = *\n"
 
 TEMPLATE = """\
 apiVersion: batch/v1
@@ -41,7 +46,10 @@ spec:
       - name: {{ container }}
         image: {{ image }}
         command: {{ command | structure }}
-        securityContext: {allowPrivilegeEscalation: false}
+        securityContext:
+          allowPrivilegeEscalation: false
+          capabilities: {drop: [AUDIT_WRITE, MKNOD, NET_RAW, SETFCAP, SETPCAP, SYS_CHROOT]}
+          seccompProfile: {type: RuntimeDefault}
         workingDir: {{ workspace }}
         resources: {{ resources | structure }}
 """
@@ -181,6 +189,7 @@ def _complete_containers(pod: Object, pods: Pods, program: Program, name: str) -
         raise LaunchError(
             f"kubernetes.template: spec.template.spec.containers are {names}; one must be {program.container!r}"
         )
+    _refuse_our_names([c for found in theirs.values() for c in found], _list(pod, "volumes", "spec.template.spec."))
     variables = _variables(program, name)
     for kind, containers in theirs.items():
         for i, container in enumerate(containers):
@@ -192,8 +201,22 @@ def _complete_containers(pod: Object, pods: Pods, program: Program, name: str) -
     pod["volumes"] = [*_list(pod, "volumes", "spec.template.spec."), *_volumes(pods, program, name)]
     pod["initContainers"] = [_before(pods, program, name), *theirs.get("initContainers", [])]
     if not program.grade:
-        # First, so that it runs before the harness does and sees it go.
-        pod["containers"] = [_keeper(pods, program, name), *theirs["containers"]]
+        # Directly before the harness, so that the next container that starts is the one whose end it waits for.
+        place = theirs["containers"].index(main[0])
+        theirs["containers"].insert(place, _keeper(pods, program, name))
+    pod["containers"] = theirs["containers"]
+
+
+def _refuse_our_names(containers: list[Object], volumes: list[Any]) -> None:
+    for kind, things, ours in (
+        ("containers", containers, ("fetch", "unpack", KEEPER)),
+        ("volumes", [v for v in volumes if isinstance(v, dict)], _VOLUMES),
+    ):
+        names = [thing.get("name") for thing in things]
+        for found in names:
+            if found in ours or names.count(found) > 1:
+                why = "is a name of Leyden's own" if found in ours else "is given twice"
+                raise LaunchError(f"kubernetes.template: {kind}: {found!r} {why}; take another one")
 
 
 def _variables(program: Program, name: str) -> dict[str, Object]:
@@ -214,7 +237,10 @@ def _environment(container: Object, path: str, variables: Mapping[str, Object], 
             raise LaunchError(f"kubernetes.template: {path}.env[{i}] ({name}): value {value!r} is not text; quote it")
         merged.pop(name, None)
         merged[name] = variables.get(name, entry)
-    return list((merged | dict(variables) if all_of_them else merged).values())
+    if all_of_them:
+        defaults = {n: {"name": n, "value": v} for n, v in _DEFAULTS.items()}
+        merged = defaults | merged | dict(variables)
+    return list(merged.values())
 
 
 def _before(pods: Pods, program: Program, name: str) -> Object:
@@ -251,22 +277,29 @@ def _leyden_container(pods: Pods, do: str, program: Program, name: str) -> Objec
 def _volumes(pods: Pods, program: Program, name: str) -> list[Object]:
     """The workspace with room for its archive; the keeper's input; the files of the harness, without any key."""
     given = [_KEEPER_FILE, *([_ARCHIVE] if program.archive is not None else [])]
+    files = [{"key": _file_key(i), "path": name_} for i, name_ in enumerate(_files(program))]
     return [
         {"name": "leyden", "emptyDir": {"sizeLimit": str(2 * pods.workspace_bytes)}},
         {"name": "leyden-in", "secret": {"secretName": name, "items": [{"key": k, "path": k} for k in given]}},
-        {
-            "name": "leyden-files",
-            "secret": {"secretName": name, "items": [{"key": f, "path": f} for f in sorted(program.files)]},
-        }
-        if program.files
-        else {"name": "leyden-files", "emptyDir": {}},
+        {"name": "leyden-files", "secret": {"secretName": name, "items": files}},
     ]
+
+
+def _files(program: Program) -> dict[str, bytes]:
+    """What lies in FILES, by name, in order."""
+    return dict(sorted({**program.files, _GITCONFIG: _GIT}.items()))
+
+
+def _file_key(number: int) -> str:
+    """A file's key in the Secret, which has stricter names than a folder, and holds more than files."""
+    return f"file-{number}"
 
 
 def _secret(pods: Pods, program: Program, name: str) -> Object:
     """Everything secret or large; the API adds the Job as its owner."""
     texts = {**program.keys, _KEEPER_KEY: program.workspace_key, _KEEPER_FILE: pods.keeper}
-    data = {n: text.encode() for n, text in texts.items()} | dict(program.files)
+    data = {n: text.encode() for n, text in texts.items()}
+    data |= {_file_key(i): content for i, content in enumerate(_files(program).values())}
     if program.archive is not None:
         data[_ARCHIVE] = program.archive
     size = sum(map(len, data.values()))

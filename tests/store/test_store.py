@@ -124,18 +124,6 @@ def test_a_retry_starts_with_an_empty_record(store: Store) -> None:
         store.turns.open(rollout_id, 1, b"straggler", REQUEST, None)
 
 
-def test_open_turns_are_lost_in_a_crash_and_void_their_attempt(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store.sqlite")
-    hit, spared = running(store, 0), running(store, 1)
-    store.turns.open(hit, 1, b"k", REQUEST, None)
-    commit(store, spared)
-    again = Store(tmp_path / "store.sqlite")
-    assert again.turns.lose_open() == 1
-    assert again.rollouts.incomplete(hit, 1) == "a model call was lost when the gateway stopped"
-    assert again.rollouts.incomplete(spared, 1) is None
-    assert again.turns.lose_open() == 0
-
-
 def test_closing_is_idempotent_and_never_undoes_a_commit(store: Store) -> None:
     rollout_id = running(store)
     turn_id = commit(store, rollout_id)

@@ -116,6 +116,7 @@ class Controller:
         self._limits = limits_
         self._wake = wake
         self._pressure = pressure
+        self._informed = asyncio.Event()
         self._settled = False
         self._actions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -143,6 +144,7 @@ class Controller:
 
     async def _feed(self) -> None:
         cursor = await self._snapshot()
+        self._informed.set()
         synced = time.monotonic()
         while True:
             try:
@@ -186,7 +188,7 @@ class Controller:
         return cursor
 
     async def _loop(self) -> None:
-        await self._wake.wait()
+        await self._informed.wait()  # before, everything that runs here would look like a stray
         while True:
             self._wake.clear()
             if self._failure is not None:

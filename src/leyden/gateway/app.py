@@ -47,7 +47,7 @@ from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
 from leyden.gateway.ways import EngineRendered, GatewayRendered, Way
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
-from leyden.store import Store
+from leyden.store import Outage, Store
 
 log = logging.getLogger(__name__)
 LOCK_WAIT_S = 20.0
@@ -66,10 +66,7 @@ def build(
     """The ASGI application on the run folder's store. Tests inject an engine, a renderer or a shorter keep-alive."""
     feed = Feed()
     store = Store(config.run_dir / "store.sqlite", feed.notify)
-    store.controllers.renew_all()
-    lost = store.turns.lose_open()
-    if lost:
-        log.warning("%d model calls were open when the gateway stopped; their attempts will be run again", lost)
+    _settle(store.come_back())
     metrics = Metrics()
     http = EngineHttp()
     side = _EngineSide(config, store, engine or engine_of(config, http), metrics)
@@ -100,6 +97,16 @@ def build(
     app.state.unwatched = _log_failure
     app.state.feed = feed
     return app
+
+
+def _settle(outage: Outage) -> None:
+    """Say what became of the attempts that ran while no gateway did."""
+    if outage.void or outage.survivors:
+        log.warning(
+            "the gateway was away for %.0f s while %d attempts ran (%d model calls were open): %d are run again now, "
+            "and so is each of the others that ends without going on with its conversation",
+            *(outage.seconds, outage.void + outage.survivors, outage.lost_calls, outage.void),
+        )
 
 
 class _App(Starlette):

@@ -48,7 +48,7 @@ from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
 from leyden.gateway.workspaces import Workspaces
-from leyden.store import Store
+from leyden.store import UNSEEN, Store
 from leyden.types import Claims, Json, RolloutState, Scope
 
 LONGEST_POLL_S = 60.0
@@ -162,6 +162,9 @@ class ControlApi:
         if incomplete:
             rollout = self._void(rollout_id, body.attempt, f"incomplete: {incomplete}")
             return {"rollout": rollout, "grader_key": None}
+        current = self.store.rollouts.get(rollout_id)
+        if current["state"] == RolloutState.RUNNING and self.store.rollouts.outage(rollout_id, body.attempt):
+            return {"rollout": self._void(rollout_id, body.attempt, UNSEEN), "grader_key": None}
         rollout = self.store.rollouts.exit(
             rollout_id, body.attempt, exit_code=body.exit_code, timed_out=body.timed_out, reason=body.reason
         )
@@ -184,6 +187,9 @@ class ControlApi:
         return rollout
 
     def _void(self, rollout_id: str, attempt: int, reason: str) -> Json:
+        """An attempt that an outage of the gateway may have hit uses up none of `harness.max_attempts`."""
+        if self.store.rollouts.outage(rollout_id, attempt):
+            return self.store.rollouts.give_back(rollout_id, attempt, reason)
         harness = self.config.harness
         return self.store.rollouts.infrastructure(
             rollout_id, attempt, reason, harness.max_attempts, harness.retry_backoff_s

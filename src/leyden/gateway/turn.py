@@ -53,6 +53,7 @@ class TurnService:
         if earlier is not None and earlier.reply is not None:
             self._metrics.replays.inc()
             earlier.cut = False
+            self._store.turns.goes_on(attempt.rollout_id, attempt.attempt, earlier.reply.turn_id)
             return earlier
         if earlier is not None:
             attempt.forget(earlier)

@@ -16,11 +16,12 @@ import orjson
 
 from leyden.store.controllers import Controllers
 from leyden.store.database import connect
+from leyden.store.outage import UNSEEN, Outage, come_back, last_write
 from leyden.store.rollouts import Rollouts
 from leyden.store.turns import StoredTurn, Turns
 from leyden.types import Json
 
-__all__ = ["Rollouts", "Store", "StoredTurn", "Turns"]
+__all__ = ["UNSEEN", "Outage", "Rollouts", "Store", "StoredTurn", "Turns"]
 
 
 class Store:
@@ -31,10 +32,16 @@ class Store:
 
     def __init__(self, path: Path, changed: Callable[[], None] = lambda: None) -> None:
         self._path = path
+        self._last_write = last_write(path)
         self._db = connect(path)
         self.rollouts = Rollouts(self._db, changed)
         self.turns = Turns(self._db)
         self.controllers = Controllers(self._db)
+
+    def come_back(self) -> Outage:
+        """Before a gateway serves: settle what ran while there was none. Leases begin anew, nobody could renew them."""
+        self.controllers.renew_all()
+        return come_back(self._db, self._last_write)
 
     def close(self) -> None:
         self._db.close()

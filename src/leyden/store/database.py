@@ -46,6 +46,14 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     connection.execute("COMMIT")
 
 
+def next_change(connection: sqlite3.Connection) -> int:
+    """The number of a change of a rollout that is being made: the cursor of the feed."""
+    value: int = connection.execute(
+        "UPDATE counters SET value = value + 1 WHERE name = 'change' RETURNING value"
+    ).fetchone()[0]
+    return value
+
+
 def migrations() -> list[str]:
     """The numbered scripts in order; the script of number n brings `user_version` n - 1 to n."""
     folder = resources.files("leyden.store") / "migrations"

@@ -16,7 +16,7 @@ import orjson
 
 from leyden.errors import Conflict, NotFound
 from leyden.store.controllers import LEASE_S
-from leyden.store.database import transaction
+from leyden.store.database import next_change, transaction
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState
 
 LONGEST_BACKOFF_S = 60.0
@@ -257,6 +257,13 @@ class Rollouts:
         ).fetchone()
         return row["incomplete"] if row else None
 
+    def outage(self, rollout_id: str, attempt: int) -> bool:
+        """Whether the gateway was away during this attempt, and nothing has shown since that it missed nothing."""
+        row = self._db.execute(
+            "SELECT outage FROM attempts WHERE rollout_id = ? AND attempt = ?", (rollout_id, attempt)
+        ).fetchone()
+        return row is not None and row["outage"] is not None
+
     def mark_incomplete(self, rollout_id: str, attempt: int, why: str) -> None:
         self._db.execute(
             "UPDATE attempts SET incomplete = COALESCE(incomplete, ?) WHERE rollout_id = ? AND attempt = ?",
@@ -295,7 +302,7 @@ class Rollouts:
             self._db.execute(
                 "INSERT INTO rollouts (rollout_id, group_id, member, state, change, created) "
                 "VALUES (?, ?, ?, 'queued', ?, ?)",
-                (f"{group_id}-{member:03d}", group_id, member, self._next_change(), time.time()),
+                (f"{group_id}-{member:03d}", group_id, member, next_change(self._db), time.time()),
             )
         return group_id
 
@@ -320,7 +327,7 @@ class Rollouts:
     ) -> sqlite3.Row:
         row: sqlite3.Row | None = self._db.execute(
             f"UPDATE rollouts SET {assignments}, change = ? WHERE rollout_id = ? AND {condition} RETURNING *",
-            (*values, self._next_change(), rollout_id, *arguments),
+            (*values, next_change(self._db), rollout_id, *arguments),
         ).fetchone()
         if row is None:
             current = self.get(rollout_id)
@@ -359,13 +366,7 @@ class Rollouts:
         )
 
     def _touch(self, rollout_id: str) -> None:
-        self._db.execute("UPDATE rollouts SET change = ? WHERE rollout_id = ?", (self._next_change(), rollout_id))
-
-    def _next_change(self) -> int:
-        value: int = self._db.execute(
-            "UPDATE counters SET value = value + 1 WHERE name = 'change' RETURNING value"
-        ).fetchone()[0]
-        return value
+        self._db.execute("UPDATE rollouts SET change = ? WHERE rollout_id = ?", (next_change(self._db), rollout_id))
 
     def _ids(self, sql: str, arguments: Sequence[Any] | Json = ()) -> list[str]:
         return [row[0] for row in self._db.execute(sql, arguments).fetchall()]

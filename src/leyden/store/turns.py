@@ -89,6 +89,15 @@ class Turns:
             if row is None:
                 raise Conflict(f"turn {turn_id} is not open any more")
             self._count(row, len(generation.token_ids_T), versions)
+            self.goes_on(row["rollout_id"], row["attempt"], parent_id)
+
+    def goes_on(self, rollout_id: str, attempt: int, turn_id: int | None) -> None:
+        """The attempt's harness holds the answer of `turn_id`: if that was the last one before an outage, it has missed
+        nothing (`store/outage`)."""
+        self._db.execute(
+            "UPDATE attempts SET outage = NULL WHERE rollout_id = ? AND attempt = ? AND outage = ?",
+            (rollout_id, attempt, turn_id),
+        )
 
     def _count(self, row: sqlite3.Row, tokens: int, versions: list[int]) -> None:
         self._db.execute(
@@ -111,16 +120,6 @@ class Turns:
     def close(self, turn_id: int, state: TurnState) -> None:
         """open -> abandoned or failed; a turn that is closed already stays as it is."""
         self._db.execute("UPDATE turns SET state = ? WHERE turn_id = ? AND state = 'open'", (state, turn_id))
-
-    def lose_open(self) -> int:
-        """After a crash: calls that were open are lost, and their attempts incomplete. Answers how many."""
-        with transaction(self._db):
-            self._db.execute(
-                "UPDATE attempts SET incomplete = 'a model call was lost when the gateway stopped' "
-                "WHERE incomplete IS NULL AND (rollout_id, attempt) IN "
-                "(SELECT rollout_id, attempt FROM turns WHERE state = 'open')"
-            )
-            return self._db.execute("UPDATE turns SET state = 'lost' WHERE state = 'open'").rowcount
 
     def messages(self, turn_id: int) -> list[Json] | None:
         """All messages that a committed turn was asked with; None where they, or earlier ones, were not kept."""

@@ -7,7 +7,7 @@ import asyncio
 import gzip
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +190,30 @@ SAMPLED = {
     "a long integer": ('{"name": "bash", "arguments": {"n": 123456789012345678901234567890}}', "calls"),
     "half a pair": (r'{"name": "bash", "arguments": {"n": "\ud83d"}}', "calls"),
     "NaN": ('{"name": "bash", "arguments": {"n": NaN}}', "calls"),
-    "300 levels": ('{"name": "bash", "arguments": {"n": ' + "[" * 300 + "]" * 300 + "}}", "calls"),
+    "300 levels": ('{"name": "bash", "arguments": {"n": ' + "[" * 300 + "]" * 300 + "}}", "text"),
     "5000 levels": ('{"name": "bash", "arguments": {"n": ' + "[" * 5000 + "]" * 5000 + "}}", "text"),
-    "a list": ('{"name": "bash", "arguments": [1]}', "calls"),
+    "a list": ('{"name": "bash", "arguments": [1]}', "text"),
+    "an empty list": ('{"name": "bash", "arguments": []}', "text"),
+    "a string": ('{"name": "bash", "arguments": "pytest -q"}', "text"),
+    "an empty string": ('{"name": "bash", "arguments": ""}', "text"),
+    "a string that holds a list": ('{"name": "bash", "arguments": "[1]"}', "text"),
+    "a string that holds an object": (r'{"name": "bash", "arguments": "{\"n\": 1}"}', "calls"),
+    "a string that was cut": (r'{"name": "bash", "arguments": "{\"n\": "}', "text"),
+    "a number": ('{"name": "bash", "arguments": 0}', "text"),
+    "null": ('{"name": "bash", "arguments": null}', "text"),
+    "none": ('{"name": "bash"}', "calls"),
+    "cut": ('{"name": "bash", "arguments": {"n"', "text"),
     "a name that is none": ('{"name": 5, "arguments": {}}', "text"),
     "half a pair as the name": (r'{"name": "\ud83d", "arguments": {}}', "text"),
+}
+
+
+# The name of the list of messages, and what a harness adds to it: the reply as it came, and something new.
+RESENT: dict[str, Callable[[Any], tuple[str, list[Any]]]] = {
+    CHAT: lambda answer: ("messages", [answer["choices"][0]["message"], USER]),
+    "/v1/responses": lambda answer: ("input", [*answer["output"], USER]),
+    "/v1/messages": lambda answer: ("messages", [{"role": "assistant", "content": answer["content"]}, USER]),
+    GEMINI: lambda answer: ("contents", [answer["candidates"][0]["content"], {"parts": [{"text": "more"}]}]),
 }
 
 
@@ -213,7 +232,7 @@ async def test_whatever_the_model_says_can_be_answered(
         rollout_id, key = await gateway.start_rollout()
         body = {
             CHAT: {"messages": [USER], "tools": [BASH]},
-            "/v1/responses": {"input": "x", "tools": [{"type": "function", **BASH["function"]}]},
+            "/v1/responses": {"input": [USER], "tools": [{"type": "function", **BASH["function"]}]},
             "/v1/messages": {"max_tokens": 1000, "messages": [USER], "tools": [{"name": "bash", "input_schema": {}}]},
             GEMINI: {"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": [{"name": "bash"}]}]},
         }[path]
@@ -221,12 +240,13 @@ async def test_whatever_the_model_says_can_be_answered(
         assert status == 200
         literal = json.dumps(text)[1:-1] in json.dumps(answer)
         assert literal == (kind == "text")
-        if path == CHAT:
-            message = answer["choices"][0]["message"]
-            body["messages"] = [USER, message, {"role": "tool", "tool_call_id": "c", "content": "out"}]
-            assert (await post(gateway, key, path, {"model": "m", **body}))[0] == 200
-            one, two = await gateway.turns(rollout_id)
-            assert (two.parent_id, two.fork_cause) == (one.turn_id, None)
+        assert '"input": {"arguments"' not in json.dumps(answer)
+        assert '"args": {"arguments"' not in json.dumps(answer)
+        name, said_again = RESENT[path](answer)
+        body[name] = [*body[name], *said_again]
+        assert (await post(gateway, key, path, {"model": "m", **body}))[0] == 200
+        one, two = await gateway.turns(rollout_id)
+        assert (two.parent_id, two.fork_cause) == (one.turn_id, None)
 
 
 async def test_broken_arguments_in_the_history_poison_nothing(gateway: Gateway) -> None:

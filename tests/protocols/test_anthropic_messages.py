@@ -346,9 +346,10 @@ def test_stop_reasons(
 
 
 def test_input_is_always_an_object() -> None:
-    odd = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "ls"}}
+    """What only text holds is what JavaScript reads of it."""
+    odd = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN, "b": 1e999}'}}
     (block,) = anthropic_messages.reply(reply({"tool_calls": [odd]}), REQUEST)["content"]
-    assert block["input"] == {"arguments": "ls"}
+    assert block["input"] == {"a": None, "b": None}
 
 
 def test_stream_of_a_tool_call_alone() -> None:

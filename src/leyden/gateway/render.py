@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from leyden.errors import ConfigError, RequestError
 from leyden.gateway.tokenizer import load
-from leyden.protocols.checks import sampled_arguments
+from leyden.protocols.checks import sampled_object
 from leyden.types import Json
 
 log = logging.getLogger(__name__)
+BLOCK = ("<think>", "</think>")
 
 
 class ModelRenderer:
@@ -83,26 +84,31 @@ class ModelRenderer:
         *,
         call_prefix: str,
         stop_string: str | None,
+        may_call: Callable[[str], bool] = lambda _name: True,
     ) -> Json:
-        """The assistant message that the sampled ids spell.
+        """The assistant message that the sampled ids spell. Its content holds no reasoning, nor an empty block of it.
 
-        Tool calls only where tools were offered and every call parses; else the reply is literal text, as a deployed
-        server would send it. Ids of calls are `call_prefix` and a number, so a replay answers the same.
+        Tool calls only where tools were offered, every call parses and each `may_call` its tool; else the reply is
+        literal text, as a deployed server would send it. Ids of calls are `call_prefix` and a number, so a replay
+        answers the same.
         """
+        text = self.text(sampled_ids)
         try:
             parsed = self._keep.parse_response(sampled_ids, tools=_specs(tools), prompt_ids=prompt_ids)
             content, reasoning, attempts = parsed.content, parsed.reasoning_content, parsed.tool_calls
         except Exception as error:
             log.warning("sampled ids could not be parsed: %s", type(error).__name__)
-            content, reasoning, attempts = "", None, [None]
+            content, reasoning, attempts = text, None, [None]
         message: Json = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
         calls = [_tool_call(call, f"{call_prefix}{i}") for i, call in enumerate(attempts)]
-        if calls and tools and None not in calls:
+        if calls and tools and all(call is not None and may_call(call["function"]["name"]) for call in calls):
             message["tool_calls"] = calls
-        elif calls or not reasoning:
-            message["content"] = self._literal(sampled_ids, after_reasoning=bool(reasoning))
+        elif calls:
+            message["content"] = _after_reasoning(text, reasoning)
+        elif not reasoning:
+            message["content"] = _with_blanks(text, content)
         if stop_string is not None:
             message["content"] = message["content"].split(stop_string, 1)[0]
         return message
@@ -126,9 +132,21 @@ class ModelRenderer:
         """All of it, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _literal(self, sampled_ids: list[int], *, after_reasoning: bool) -> str:
-        text = self.text(sampled_ids)
-        return text.rpartition("</think>")[2].lstrip("\n") if after_reasoning else text
+
+def _after_reasoning(text: str, reasoning: str | None) -> str:
+    """The text that follows the block at its beginning, if there is one. An empty block may have no `reasoning`."""
+    if reasoning is None and not text.lstrip().startswith(BLOCK):
+        return text
+    before, close, after = text.partition(BLOCK[1])
+    if close:
+        return after.lstrip("\n")
+    return before.partition(reasoning or BLOCK[0])[2].lstrip("\n")  # a call ended the reasoning
+
+
+def _with_blanks(text: str, content: str) -> str:
+    """All that was said, blanks at its ends too, if `content` leaves out no more than those; else `content`."""
+    spoken = content.strip()
+    return content if text.strip() != spoken and text.rstrip().endswith(spoken) else text
 
 
 def system_first(messages: Sequence[Json]) -> list[Json]:
@@ -187,8 +205,7 @@ def _tool_call(call: Any, call_id: str) -> Json | None:
     """A parsed call in the message's shape; None for one that no protocol could carry."""
     if call is None or call.status.value != "ok" or not isinstance(call.name, str) or not call.name.isprintable():
         return None
-    try:
-        arguments = sampled_arguments(call.arguments)
-    except ValueError:
+    arguments = sampled_object(call.arguments)
+    if arguments is None:
         return None
     return {"id": call.id or call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -13,6 +13,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
+import orjson
+
 from leyden.errors import BudgetExceeded
 from leyden.gateway.attempts import Attempt
 from leyden.gateway.calls import FIRST_RETRY_S, EngineCalls
@@ -24,6 +26,7 @@ from leyden.gateway.render import ModelRenderer
 from leyden.gateway.sampling import of_call
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
+from leyden.protocols.checks import sampled_object
 from leyden.trajectory.causes import ForkCause, sibling_cause
 from leyden.trajectory.continuity import extended, find
 from leyden.trajectory.meaning import prefix_keys
@@ -91,13 +94,15 @@ class GatewayRendered:
         generation = sampled.generation
         if request.prompt is not None:
             return self._renderer.plain(generation.token_ids_T, generation.stop_string)
-        return self._renderer.parse(
+        message = self._renderer.parse(
             generation.token_ids_T,
             cast("list[int]", sampled.prompt.ids),
             request.tools,
             call_prefix=f"call_{turn_id}_",
             stop_string=generation.stop_string,
+            may_call=request.may_call,
         )
+        return _first_call(message) if request.one_call else message
 
     async def count(self, attempt: Attempt, request: ChatRequest) -> int:
         return len(self._prompter.prompt(attempt.conversations, request).ids)
@@ -163,10 +168,10 @@ class EngineRendered:
 
     def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
         assert sampled.message is not None
-        message = dict(sampled.message)
+        message = _deliverable(sampled.message, request)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [call | {"id": f"call_{turn_id}_{i}"} for i, call in enumerate(calls)]
-        return message
+        return _first_call(message) if request.one_call else message
 
     async def count(self, attempt: Attempt, request: ChatRequest) -> int:
         call = self._call(attempt, request)
@@ -176,7 +181,7 @@ class EngineRendered:
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         if sampling.max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self._models.context_tokens))
-        return ChatCall(request.messages, request.tools, sampling, request.prompt)
+        return ChatCall(request.messages, request.tools, sampling, request.prompt, calls=request.callable_tools != ())
 
     async def _chat(self, attempt: Attempt, call: ChatCall) -> ChatAnswer:
         """One answer, of one version: what an update cut short is made again."""
@@ -185,6 +190,21 @@ class EngineRendered:
             if answer.generation.finish_reason is not FinishReason.ABORT:
                 return answer
             await asyncio.sleep(FIRST_RETRY_S)
+
+
+def _deliverable(message: Json, request: ChatRequest) -> Json:
+    """The engine's message if the request allows its calls and their arguments are objects; else with them as text."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if all(request.may_call(c["name"]) and sampled_object(c["arguments"]) is not None for c in calls):
+        return dict(message)
+    texts = [orjson.dumps({"name": c["name"], "arguments": c["arguments"]}).decode() for c in calls]
+    content = "\n".join(filter(None, [message["content"], *texts]))
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
+
+
+def _first_call(message: Json) -> Json:
+    """With one call at most, as vLLM reads a reply where no parallel calls are wanted."""
+    return message | {"tool_calls": message["tool_calls"][:1]} if "tool_calls" in message else message
 
 
 def _place(known: Conversations, request: ChatRequest, prompt_P: Ids) -> Prompt:

@@ -43,6 +43,7 @@ from leyden.protocols.checks import (
     objects,
     stop_strings,
 )
+from leyden.protocols.choice import of_anthropic
 from leyden.protocols.fields import check_fields
 from leyden.types import FinishReason, Json
 
@@ -64,10 +65,13 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 def parse(body: Json, call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     ignored = check_fields(PROTOCOL, body)
+    tool_choice = of_anthropic(body)
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_conversation(body, call.recall),
         tools=_tools(body),
+        callable_tools=tool_choice.callable_tools,
+        one_call=tool_choice.one_call,
         stop=stop_strings(body, "stop_sequences"),
         max_tokens=integer(body, "max_tokens", 1, required=True),
         stream=field(body, "stream", bool) or False,
@@ -77,7 +81,7 @@ def parse(body: Json, call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
         ),
         protocol=PROTOCOL,
-        ignored=ignored,
+        ignored=(*ignored, *(("tool_choice",) if tool_choice.forced else ())),
     )
 
 

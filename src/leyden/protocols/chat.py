@@ -38,12 +38,17 @@ class ChatRequest:
     `prompt` (text or token ids) takes the place of `messages` where the protocol has no chat. `store` asks that later
     requests can refer to this one. `echo` holds what the reply repeats of the body. `ignored` names fields that
     have no effect here.
+
+    `callable_tools` names the tools whose calls may be delivered (None: all), `one_call` asks for one call at most.
+    Neither changes what the model is shown.
     """
 
     model: str
     messages: list[Json] = field(default_factory=list)
     prompt: str | list[int] | None = None
     tools: list[Json] = field(default_factory=list)
+    callable_tools: tuple[str, ...] | None = None
+    one_call: bool = False
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     n: int = 1
@@ -55,11 +60,16 @@ class ChatRequest:
     echo: Json = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    def may_call(self, name: str) -> bool:
+        """Whether a call of this tool may be delivered."""
+        return bool(self.tools) and (self.callable_tools is None or name in self.callable_tools)
+
     def key(self) -> bytes:
         """Digest of all that decides the answer, so of everything but the stream flags. Equal for a retry."""
         sampling = self.sampling
         parts = (
             [self.model, self.messages, self.prompt, self.tools, self.stop, self.max_tokens, self.n],
+            [self.callable_tools, self.one_call],
             [sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed],
         )
         return digest(parts)

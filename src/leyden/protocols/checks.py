@@ -10,8 +10,8 @@ beyond a double are errors. Two things that orjson refuses or cannot write again
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import re
 from typing import Any
 
@@ -144,13 +144,33 @@ def sampled_arguments(arguments: Any) -> str | Json:
         raise ValueError("the arguments have no JSON text") from error
 
 
-def arguments_object(arguments: Any) -> Json:
-    """Tool-call arguments for protocols that carry an object; long integers are doubles there."""
-    with contextlib.suppress(ValueError):
-        value = loads(arguments)[0] if isinstance(arguments, str) else arguments
-        if isinstance(value, dict):
-            return value
-    return {"arguments": arguments}
+def sampled_object(arguments: Any) -> str | Json | None:
+    """Sampled arguments, or the text of theirs, if they are an object that every protocol can carry; else None."""
+    if not isinstance(arguments, str | dict) or arguments == "":
+        return None
+    try:
+        kept = sampled_arguments(arguments)
+        arguments_object(kept)
+    except ValueError:
+        return None
+    return kept
+
+
+def arguments_object(arguments: str | Json) -> Json:
+    """Sampled arguments for protocols that carry an object: long integers are doubles there, NaN and its like null, as
+    JavaScript has them. Raises ValueError for what is no such object.
+    """
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        value, _ = loads(arguments)
+    except ValueError:
+        value = json.loads(arguments, parse_constant=lambda _name: None, parse_float=_finite)
+        if _too_deep(value):
+            raise
+    if not isinstance(value, dict):
+        raise ValueError("the arguments are no object")
+    return value
 
 
 def arguments_text(arguments: Any) -> str:
@@ -201,6 +221,11 @@ def _too_deep(value: Any) -> bool:
     except orjson.JSONEncodeError:
         return True
     return False
+
+
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
 
 
 def _has_big_integer(text: str) -> bool:

@@ -1,7 +1,9 @@
 """What Leyden does with each field of each protocol: one table, which the docs print and tests walk.
 
 `overridden`: training samples from the run file's distribution; in evaluation the harness's own `temperature`, `top_p`,
-`top_k` and `seed` hold. `honoured`: it has its documented effect. `ignored`: accepted, without effect, counted.
+`top_k` and `seed` hold. `honoured`: it has its documented effect. Of a tool choice that is what only needs the reply to
+be read otherwise (no calls, calls of some tools, one call); that a tool must be called is ignored and counted.
+`ignored`: accepted, without effect, counted.
 `refused`: a 400 that names it.
 A field that is not in the table is ignored and counted.
 """
@@ -28,11 +30,11 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
         *("seed", "logprobs", "top_logprobs"),
     ),
     FieldClass.HONOURED: (
-        *("model", "messages", "tools", "stop", "n", "stream", "stream_options"),
+        *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stop", "n", "stream", "stream_options"),
         *("max_tokens", "max_completion_tokens"),
     ),
     FieldClass.IGNORED: (
-        *("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "metadata"),
+        *("response_format", "reasoning_effort", "verbosity", "metadata"),
         *("store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
         *("prediction", "prompt_cache_options", "moderation", "web_search_options", "return_token_ids"),
     ),
@@ -53,10 +55,10 @@ _OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.OVERRIDDEN: ("temperature", "top_p", "top_logprobs"),
     FieldClass.HONOURED: (
         *("model", "input", "instructions", "previous_response_id", "tools", "max_output_tokens"),
-        *("store", "stream", "include"),
+        *("tool_choice", "parallel_tool_calls", "store", "stream", "include"),
     ),
     FieldClass.IGNORED: (
-        *("tool_choice", "parallel_tool_calls", "max_tool_calls", "text", "reasoning", "truncation", "metadata"),
+        *("max_tool_calls", "text", "reasoning", "truncation", "metadata"),
         *("stream_options", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
         *("user", "safety_identifier", "client_metadata", "context_management", "moderation", "access_programs"),
         *("background_options", "image"),
@@ -66,9 +68,11 @@ _OPENAI_RESPONSES: dict[FieldClass, tuple[str, ...]] = {
 
 _ANTHROPIC_MESSAGES: dict[FieldClass, tuple[str, ...]] = {
     FieldClass.OVERRIDDEN: ("temperature", "top_p", "top_k"),
-    FieldClass.HONOURED: ("model", "system", "messages", "tools", "max_tokens", "stop_sequences", "stream"),
+    FieldClass.HONOURED: (
+        *("model", "system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
+    ),
     FieldClass.IGNORED: (
-        *("tool_choice", "thinking", "output_config", "output_format", "context_management", "cache_control"),
+        *("thinking", "output_config", "output_format", "context_management", "cache_control"),
         *("metadata", "service_tier", "speed", "inference_geo", "container", "mcp_servers", "betas", "diagnostics"),
         *("fallbacks", "fallback_credit_token", "billing_policy", "user_profile_id", "workspace_id"),
     ),
@@ -82,11 +86,11 @@ _GEMINI: dict[FieldClass, tuple[str, ...]] = {
         *("generationConfig.responseLogprobs", "generationConfig.logprobs"),
     ),
     FieldClass.HONOURED: (
-        *("contents", "systemInstruction", "tools", "generationConfig", "generateContentRequest"),
+        *("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "generateContentRequest"),
         *("generationConfig.maxOutputTokens", "generationConfig.stopSequences", "generationConfig.candidateCount"),
     ),
     FieldClass.IGNORED: (
-        *("model", "toolConfig", "safetySettings", "labels", "serviceTier", "store", "modelArmorConfig"),
+        *("model", "safetySettings", "labels", "serviceTier", "store", "modelArmorConfig"),
         *("generationOutputConfig", "generationConfig.imageConfig", "generationConfig.audioTranscriptionConfig"),
         *("generationConfig.responseMimeType", "generationConfig.responseSchema", "generationConfig.thinkingConfig"),
         *("generationConfig.responseJsonSchema", "generationConfig.mediaResolution", "generationConfig.speechConfig"),

@@ -33,6 +33,7 @@ from leyden.protocols.chat import (
     joined,
 )
 from leyden.protocols.checks import arguments_object, field, integer, number, objects, stop_strings
+from leyden.protocols.choice import of_gemini
 from leyden.protocols.fields import check_fields
 from leyden.types import FinishReason, Json
 
@@ -118,11 +119,14 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
     ignored = check_fields(PROTOCOL, given | {f"generationConfig.{name}": value for name, value in config.items()})
     path = "generationConfig"
     top_k = number(config, "topK", 0, 2**31, path=path)
+    tool_config = _named(field(body, "toolConfig", dict) or {})
+    tool_choice = of_gemini(_named(field(tool_config, "functionCallingConfig", dict, path="toolConfig") or {}))
     return ChatRequest(
         protocol=PROTOCOL,
         model=call.path["model"],
         messages=[*_system(body), *_conversation(body, call.recall)],
         tools=[_tool(declared, where) for where, declared in _declarations(body)],
+        callable_tools=tool_choice.callable_tools,
         stop=stop_strings(config, "stopSequences"),
         max_tokens=integer(config, "maxOutputTokens", 1, path=path),
         n=integer(config, "candidateCount", 1, MAX_CANDIDATES, path=path) or 1,
@@ -134,7 +138,7 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
             top_k=None if top_k is None else int(top_k),
             seed=integer(config, "seed", path=path),
         ),
-        ignored=ignored,
+        ignored=(*ignored, *(("toolConfig",) if tool_choice.forced else ())),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from leyden.errors import RequestError
 from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, event, image, joined
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
+from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
 from leyden.types import FinishReason, Json
 
@@ -28,10 +29,13 @@ def parse(body: Json, _call: Call) -> ChatRequest:
     if not messages:
         raise RequestError("messages is empty; send at least one message", param="messages")
     stream_options = field(body, "stream_options", dict) or {}
+    tool_choice = of_openai(body)
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=[_message(item, path) for path, item in messages],
         tools=[_tool(item, path) for path, item in objects(body, "tools")],
+        callable_tools=tool_choice.callable_tools,
+        one_call=tool_choice.one_call,
         stop=stop_strings(body, "stop"),
         max_tokens=integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1),
         n=integer(body, "n", 1, MAX_CHOICES) or 1,
@@ -43,7 +47,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
             seed=integer(body, "seed"),
         ),
-        ignored=ignored,
+        ignored=(*ignored, *(("tool_choice",) if tool_choice.forced else ())),
     )
 
 

@@ -8,6 +8,7 @@ from leyden.errors import RequestError
 from leyden.protocols import openai_chat
 from leyden.protocols.chat import Call, ChatReply, ChatRequest, HarnessSampling, Recall, event
 from leyden.protocols.checks import field, integer, kind_of, number, objects
+from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
 from leyden.protocols.openai_responses_items import handle, input_messages, item_events, output_items
 from leyden.types import FinishReason, Json
@@ -47,17 +48,21 @@ def parse(body: Json, call: Call) -> ChatRequest:
     offered, left_out = _tools(body)
     include = [str(name) for name in field(body, "include", list) or []]
     store = field(body, "store", bool)
+    tool_choice = of_openai(body)
+    forced = ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_messages(body, call.recall),
         tools=offered,
+        callable_tools=tool_choice.callable_tools,
+        one_call=tool_choice.one_call,
         max_tokens=integer(body, "max_output_tokens", 1),
         stream=field(body, "stream", bool) or False,
         sampling=HarnessSampling(temperature=number(body, "temperature", 0, 2), top_p=number(body, "top_p", 0, 1)),
         protocol=PROTOCOL,
         store=True if store is None else store,
         echo={name: body[name] for name in _ECHO if body.get(name) is not None},
-        ignored=(*ignored, *left_out, *(f"include.{name}" for name in include if name != _ENCRYPTED)),
+        ignored=(*ignored, *forced, *left_out, *(f"include.{name}" for name in include if name != _ENCRYPTED)),
     )
 
 

@@ -70,13 +70,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One call by messages, which the engine renders; or by `prompt`, which it tokenises where it is text."""
+    """One call by messages, which the engine renders; or by `prompt`, which it tokenises where it is text.
+
+    `calls` says whether the reply may call tools: without, it is read as text.
+    """
 
     messages: list[Json]
     tools: list[Json]
     sampling: Sampling
     prompt: str | list[int] | None = None
     version: int = 0
+    calls: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -92,7 +92,7 @@ def chat_body(call: ChatCall, model: str | None) -> Json:
         "top_logprobs": 0,
     }
     if call.tools:
-        body |= {"tools": call.tools, "tool_choice": "auto"}
+        body |= {"tools": call.tools, "tool_choice": "auto" if call.calls else "none"}
     if call.sampling.max_tokens is not None:
         body["max_completion_tokens"] = call.sampling.max_tokens
     return body

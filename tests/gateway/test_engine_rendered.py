@@ -104,8 +104,8 @@ async def test_messages_go_to_the_engine_and_ids_come_back(gateway: Gateway, vll
 
 async def test_tool_calls_are_the_engines_and_named_after_the_turn(gateway: Gateway, vllm: FakeVllm) -> None:
     wire = {"id": "xyz", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
-    broken = {"id": "w", "type": "function", "function": {"name": "bash", "arguments": '{"command": '}}
-    vllm.script = [chatted([1], [4, 5], {"tool_calls": [wire, broken]}, finish_reason="tool_calls")]
+    odd = {"id": "w", "type": "function", "function": {"name": "bash", "arguments": '{"command": NaN}'}}
+    vllm.script = [chatted([1], [4, 5], {"tool_calls": [wire, odd]}, finish_reason="tool_calls")]
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
     answer = await call(client, [USER], tools=[BASH])
@@ -113,7 +113,7 @@ async def test_tool_calls_are_the_engines_and_named_after_the_turn(gateway: Gate
     calls = answer.choices[0].message.tool_calls
     assert [(c.id, c.function.name, c.function.arguments) for c in calls] == [
         (f"call_{turn.turn_id}_0", "bash", '{"command":"ls"}'),
-        (f"call_{turn.turn_id}_1", "bash", '{"command": '),
+        (f"call_{turn.turn_id}_1", "bash", '{"command": NaN}'),
     ]
     assert answer.choices[0].finish_reason == "tool_calls"
 
@@ -121,7 +121,7 @@ async def test_tool_calls_are_the_engines_and_named_after_the_turn(gateway: Gate
     results = [{"role": "tool", "tool_call_id": c.id, "content": "out"} for c in calls]
     await call(client, [USER, assistant, *results], tools=[BASH])
     sent = vllm.bodies[1]["messages"]
-    assert [c["function"]["arguments"] for c in sent[1]["tool_calls"]] == ['{"command":"ls"}', '{"command": ']
+    assert [c["function"]["arguments"] for c in sent[1]["tool_calls"]] == ['{"command":"ls"}', '{"command": NaN}']
     assert [c["id"] for c in sent[1]["tool_calls"]] == [c.id for c in calls]
     assert (sent[1]["reasoning"], sent[1]["reasoning_content"]) == ("hm", "hm")
     assert sent[2:] == results

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from leyden.cli.branches import fork_table, shown_branches
-from leyden.cli.show import Filter, heading, rollout_table, step_table
-from leyden.cli.trajectory import trajectory_lines
+from leyden.cli.screen import Screen
+from leyden.cli.show import Filter, evaluation_table, heading, rollout_table, step_table, task_name, untrained
+from leyden.cli.trajectory import trajectory_json, trajectory_lines
 from leyden.client import Rollout
 from leyden.errors import ConfigError
 from leyden.types import FinishReason, Turn, VersionSpan
@@ -36,12 +37,10 @@ def rollout(number=0, **values):
     return Rollout.from_json(base | values)
 
 
-def text(table) -> list[list[str]]:
+def text(parts) -> list[list[str]]:
     """Cells of each row."""
-    console = Console(file=io.StringIO(), width=300)
-    console.print(table)
-    lines = console.file.getvalue().splitlines()
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    _, rows, _ = parts
+    return [list(row) for row in rows]
 
 
 def test_one_trajectory():
@@ -99,8 +98,8 @@ def test_heading(tmp_path):
     failed = rollout(state="failed", failure="agent", reward=0.0, exit_code=1, timed_out=True, reason="exit 1")
     assert [line.plain for line in heading(failed, tmp_path)] == [
         "train-0",
-        "train step 2, task 1, member 0, attempt 1",
-        "failed (agent), reward 0, exit code 1, timed out, exit 1",
+        "train step 2, task slot 1, member 0, attempt 1",
+        "failed (agent), reward 0, timed out, exit 1",
         f"2 turns, 30 sampled tokens, held 0.0 s; logs in {tmp_path}/attempts/train-0/1",
     ]
 
@@ -120,8 +119,8 @@ def test_rollouts():
     found = [rollout(0, forks={"any": 3}), rollout(1, state="failed", failure="agent", reward=None, reason="no")]
     branches = "history_rewritten 1, reply_dropped 1, side_call 1"
     assert text(rollout_table(found, 7, {"train-0": with_side_call()})) == [
-        ["train-0", "train", "2", "1.0", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, ""],
-        ["train-1", "train", "2", "1.1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
+        ["train-0", "train", "2", "slot 1", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, ""],
+        ["train-1", "train", "2", "slot 1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
     ]
     assert shown_branches([turn(2, [1], [2], 1)]) == {}
 
@@ -145,11 +144,11 @@ def test_forks_by_cause_and_what_they_cost():
         ["main", "reply_dropped", "1", "1", "12"],
         ["side_call", "conversation", "1", "1", "3"],
     ]
-    assert table.title == (
+    assert table[2] == (
         "2 rollouts, 2.50 samples each, 2.00 without side calls; forks repeat 20 of 47 tokens (42.6%); "
         "1 with an incomplete record left out"
     )
-    assert fork_table({}).title == "no rollout has a recorded turn"
+    assert fork_table({})[2] == "no rollout has a recorded turn"
 
 
 def test_filters():
@@ -171,12 +170,110 @@ def test_steps():
     }  # fmt: skip
     skip = {**step, "event": "skip", "step": 2, "reward": None, "pass_rate": None, "why": "every advantage is 0"}
     evaluation = {
-        "event": "eval", "step": 2, "version": 1, "seconds": 3.0,
-        "pass": [{"k": 1, "value": 0.25, "interval_95": [0.1, 0.5]}],
+        "event": "eval", "step": 2, "version": 1, "seconds": 3.0, "tasks": 4, "samples": 2, "rewarded": 7,
+        "rollouts": 8, "mean_reward": 0.5, "missing": {"infrastructure": 1}, "checkpoint": "/r/checkpoints/step-000002",
+        "pass": [{"k": 1, "value": 0.25, "interval_95": [0.1, 0.5]}, {"k": 2, "value": None, "interval_95": None}],
     }  # fmt: skip
-    rows = text(step_table(json.loads(json.dumps([step, skip, evaluation]))))
-    assert rows == [
+    assert text(step_table(json.loads(json.dumps([step, skip, evaluation])))) == [
         ["1", "1", "0.500", "0.50", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", ""],
-        ["2", "1", "", "", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", "skipped"],
-        ["2", "1", *[""] * 9, "3.0", "0.250 [0.100, 0.500]"],
+        ["2", "1", "", "", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5",
+         "skipped: every advantage is 0"],
+    ]  # fmt: skip
+    common = ["step-000002", "1", "4", "2", "7/8", "0.500"]
+    assert text(evaluation_table([evaluation])) == [
+        [*common, "1", "0.250", "[0.100, 0.500]", "infrastructure 1", "3.0", ""],
+        [*common, "2", "no data", "", "infrastructure 1", "3.0", ""],
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"kind": "eval"}, "an evaluation"),
+        ({"state": "running"}, "not finished"),
+        ({"state": "failed", "failure": "infrastructure"}, "left out (infrastructure)"),
+        ({"state": "cancelled"}, "left out (cancelled)"),
+        ({"turns": 0}, "left out (no_calls)"),
+        ({"reward": None}, "left out (no_reward)"),
+        ({}, None),
+        ({"state": "failed", "failure": "agent", "reward": 0.0}, None),
+    ],
+)
+def test_what_is_sampled_is_not_always_trained(values, why):
+    assert untrained(rollout(**values)) == why
+    turns = [turn(1, [1, 2], [7, 9])]
+    lines = [line.plain for line in trajectory_lines(turns, decode, untrained=why)]
+    (shown,) = trajectory_json(turns, decode, untrained=why)
+    if why is None:
+        assert lines[2:] == ["> 7 9", "1 samples: turns 1: 2 of 4 tokens trained"]
+        assert shown["sample"] == 1
+    else:
+        assert lines[2:] == [
+            "x 7 9", f"1 samples: turns 1: 2 of 4 tokens sampled; nothing of it is trained: {why}",
+        ]  # fmt: skip
+        assert "not trained" in lines[0] and shown["sample"] is None
+
+
+def test_a_task_is_named_as_it_names_itself():
+    assert task_name(rollout(task={"id": "django-11099", "name": "x"})) == "django-11099"
+    assert task_name(rollout(task={"task_id": 7})) == "7"
+    assert task_name(rollout(task={"id": True, "name": ["x"]})) == "slot 1"
+
+
+def printed(width, call):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
+    call(Screen(console))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 300])
+def test_no_cell_is_cut_at_any_width(width):
+    long = rollout(
+        0, rollout_id="train-00001-0000-000", task={"id": "a-task-with-a-long-name-of-its-own"}, reward=0.123,
+        state="failed", failure="agent", reason="exit 1: FileNotFoundError: agent.py is not there",
+    )  # fmt: skip
+    shown = printed(width, lambda screen: screen.table(*rollout_table([long], 1, {})))
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    for cell in ("train-00001-0000-000", "a-task-with-a-long-name-of-its-own", "0.123", "failed (agent)"):
+        assert cell in " ".join(shown.split())
+
+
+HOSTILE = [
+    ("\x1b[2J\x1b]52;c;aGk=\x07", r"\x1b[2J\x1b]52;c;aGk=\x07"),
+    ("[/zzz] [bold]x[/bold] :smile:", "[/zzz] [bold]x[/bold] :smile:"),
+    ("\x9b31m", r"\x9b31m"),
+    ("a\rb\x08\x7f", r"a\rb\x08\x7f"),
+    ("abc\u202etxt.exe\u2066", r"abc\u202etxt.exe\u2066"),
+    ("line\u2028line", r"line\u2028line"),
+    ("half \ud83d", r"half \ud83d"),
+]
+
+
+@pytest.mark.parametrize(("raw", "shown"), HOSTILE)
+def test_what_strangers_say_is_shown_and_never_obeyed(raw, shown, tmp_path):
+    """In tasks, reasons, model text and tool output; as table, as paragraphs, as lines and as JSON."""
+    hostile = rollout(task={"id": raw}, reason=raw, state="failed", failure="agent")
+    turns = [turn(1, [1], [2], None)]
+    for width in (60, 300):
+        table = printed(
+            width,
+            lambda screen: screen.table(
+                *rollout_table([hostile], 1, {}),
+            ),
+        )
+        assert shown.replace(" ", "") in "".join(table.split()) and raw not in table.replace(shown, "")
+    lines = [*heading(hostile, tmp_path), *trajectory_lines(turns, lambda ids: raw)]
+    text = printed(300, lambda screen: [screen.line(*line) for line in lines])
+    assert text.count(shown) == 4
+    as_json = printed(80, lambda screen: screen.json(trajectory_json(turns, lambda ids: raw)))
+    assert as_json.isascii() and json.loads(as_json)[0]["sampled"] == raw
+    error = printed(300, lambda screen: screen.error(f"{raw}\nerror: forged"))
+    assert error == f"error: {shown}\n  error: forged\n"
+    for output in (text, as_json, error):
+        assert not set(output) & set("\x1b\x07\x08\x7f\x9b\r\u202e\u2028")
+
+
+def test_newlines_in_a_cell_or_line_forge_nothing(tmp_path):
+    reason = "exit 1\ntrain-9 succeeded reward 1"
+    text = printed(300, lambda screen: screen.table(*rollout_table([rollout(reason=reason)], 1, {})))
+    assert r"exit 1\ntrain-9 succeeded" in text

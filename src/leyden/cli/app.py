@@ -9,17 +9,18 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from leyden import __version__
+from leyden.cli.screen import Screen, plain_console
 from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
 from leyden.run_file import load
+from leyden.visible import LogFormatter, visible_lines
 
 app = typer.Typer(
     name="leyden",
@@ -45,8 +46,11 @@ def run() -> None:
     try:
         app(standalone_mode=True)
     except LeydenError as error:
-        Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", "red"))
+        Screen(plain_console(stderr=True)).error(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except Exception:
+        sys.stderr.write(visible_lines(traceback.format_exc()))
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -57,11 +61,9 @@ def _root(
     if version:
         print(__version__)
         raise typer.Exit
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler])
     logging.getLogger("leyden").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
@@ -78,7 +80,7 @@ def train(
     if dry_run:
         from leyden.cli.plan import describe
 
-        print(describe(config))
+        print(visible_lines(describe(config)))
         return
     from leyden.cli.training import run_training
 
@@ -156,17 +158,18 @@ def show(
     kind: Annotated[str | None, typer.Option(metavar="train|eval", help="Only rollouts of this kind.")] = None,
     state: Annotated[str | None, typer.Option(help="Only rollouts in this state, for example failed.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many rollouts, newest last.")] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
-    """Show the steps of a run, its rollouts, or one trajectory with what was trained."""
+    """Show the steps and evaluations of a run, its rollouts, or one trajectory with what was trained."""
     from leyden.cli.show import Filter, show_rollout, show_rollouts, show_steps
 
     chosen = Filter(step=step, kind=kind, state=state, limit=limit)
     if rollout is not None:
-        show_rollout(run_dir, rollout, _secret())
+        show_rollout(run_dir, rollout, _secret(), as_json=as_json)
     elif rollouts or forks or chosen.narrows:
-        show_rollouts(run_dir, chosen, _secret(), forks=forks)
+        show_rollouts(run_dir, chosen, _secret(), forks=forks, as_json=as_json)
     else:
-        show_steps(run_dir)
+        show_steps(run_dir, as_json=as_json)
 
 
 def _keep_descriptors() -> None:

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.table import Table
-
+from leyden.cli.screen import TableParts
 from leyden.errors import CaptureError
 from leyden.trajectory.kinds import Kind, branch_counts, conversations
 from leyden.trajectory.samples import build_samples
-from leyden.types import Turn
+from leyden.types import Json, Turn
 
 ORDER = tuple(Kind)
 
@@ -62,20 +61,35 @@ class Branches:
                 own = sum(len(s.ids_L) for s in samples if s.turn_ids[-1] in one.turns)
                 self.rows[one.kind, "conversation"].add(rollout_id, own)
 
+    def ordered(self) -> list[tuple[tuple[Kind, str], Row]]:
+        """The rows by kind, the most frequent cause first."""
+        return sorted(self.rows.items(), key=lambda item: (ORDER.index(item[0][0]), -item[1].times, item[0][1]))
 
-def fork_table(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> Table:
-    """A row per kind of conversation and cause, and in the title what all of it comes to. Rollouts without a turn do
-    not count.
-    """
+    def as_json(self) -> Json:
+        rows = [
+            {"conversation": kind, "cause": cause, "times": r.times, "rollouts": len(r.rollouts), "tokens": r.tokens}
+            for (kind, cause), r in self.ordered()
+        ]
+        names = ("rollouts", "samples", "side_samples", "tokens", "extra", "unreadable")
+        return {"branches": rows, **{name: getattr(self, name) for name in names}}
+
+
+def count_branches(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> Branches:
+    """Rollouts without a turn do not count."""
     sums = Branches()
     for rollout_id, turns in turns_of.items():
         if turns:
             sums.add(rollout_id, turns, max_tokens)
-    table = Table("conversation", "cause", "times", "rollouts", "tokens", title=_title(sums))
-    for kind, cause in sorted(sums.rows, key=lambda row: (ORDER.index(row[0]), -sums.rows[row].times, row[1])):
-        row = sums.rows[kind, cause]
-        table.add_row(kind, cause, str(row.times), str(len(row.rollouts)), str(row.tokens))
-    return table
+    return sums
+
+
+def fork_table(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> TableParts:
+    """A row per kind of conversation and cause, and in the title what all of it comes to."""
+    sums = count_branches(turns_of, max_tokens)
+    rows = [
+        (kind, cause, str(row.times), str(len(row.rollouts)), str(row.tokens)) for (kind, cause), row in sums.ordered()
+    ]
+    return ("conversation", "cause", "times", "rollouts", "tokens"), rows, _title(sums)
 
 
 def shown_branches(turns: Sequence[Turn]) -> dict[str, int]:

@@ -39,7 +39,7 @@ def run_doctor(
     passed = not any(f.level is Level.PROBLEM for f in findings)
     if as_json:
         document = {"ok": passed, "findings": [f.as_json() for f in findings], "logs": logs and str(logs)}
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(json.dumps(document, indent=2, ensure_ascii=True))
     elif logs:
         display.line(f"the logs are in {logs}")
     sys.exit(0 if passed else 1)

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import orjson
-from rich.table import Table
 
-from leyden.cli.screen import screen
+from leyden.cli.screen import Screen, TableParts
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
 from leyden.errors import ConfigError
@@ -57,7 +56,7 @@ def run_evaluation(
     document = {"checkpoint": folder and str(folder), "tasks_sha256": tasks.sha256, **result.as_json()}
     path = run_dir / "result.json"
     path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-    screen().print(table(result))
+    Screen().table(*table(result))
     display.line(f"written to {path}")
 
 
@@ -104,15 +103,16 @@ def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
     return folder
 
 
-def table(result: EvalResult) -> Table:
+def table(result: EvalResult) -> TableParts:
     """One row per k."""
     missing = f", missing: {named(result.missing)}" if result.missing else ""
+    mean = "none" if result.mean_reward is None else f"{result.mean_reward:.3f}"
     title = (
         f"step {result.step}, policy version {result.version}: {result.rewarded} of {result.rollouts} rollouts "
-        f"rewarded{missing}"
+        f"rewarded{missing}; mean reward {mean}"
     )
-    shown = Table("k", "pass@k", "95 % interval", "tasks", "interval by", title=title)
+    rows = []
     for e in result.estimates:
         value, interval = ("no data", "") if e.value is None else (f"{e.value:.3f}", f"[{e.low:.3f}, {e.high:.3f}]")
-        shown.add_row(str(e.k), value, interval, str(e.tasks), e.method)
-    return shown
+        rows.append((str(e.k), value, interval, str(e.tasks), e.method))
+    return ("k", "pass@k", "95 % interval", "tasks", "interval by"), rows, title

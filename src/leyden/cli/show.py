@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import orjson
 
-from leyden.cli.branches import fork_table, shown_branches
+from leyden.cli.branches import count_branches, fork_table, shown_branches
 from leyden.cli.gateway_of import gateway_of, read_run
-from leyden.cli.screen import screen
-from leyden.cli.trajectory import Decode, decoder, trajectory_lines
+from leyden.cli.screen import Line, Screen, TableParts
+from leyden.cli.trajectory import Decode, decoder, trajectory_json, trajectory_lines
 from leyden.client import ControlClient, Rollout
 from leyden.errors import ConfigError
+from leyden.trainer.collect import exclusion
 from leyden.trainer.display import named
 from leyden.trainer.metrics import current, read_metrics
 from leyden.types import Json, RolloutState, Turn
 
 PAGE = 1000
 TURNS_PAGE = 64
+STEPS = ("step", "skip")
+TASK_NAMES = ("id", "task_id", "instance_id", "name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,96 +53,189 @@ class Filter:
         )
 
 
-def show_steps(run_dir: Path) -> None:
+def show_steps(run_dir: Path, *, as_json: bool = False) -> None:
+    """The steps of a run and its evaluations; for the folder of a `leyden eval`, what came of it."""
     read_run(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl")
-    console = screen()
-    if not lines:
-        console.print(f"{run_dir} has no finished step yet")
+    kept = current(lines)
+    results = read_results(run_dir)
+    screen = Screen()
+    if as_json:
+        steps = [line for line in kept if line["event"] in STEPS]
+        evaluations = [line for line in kept if line["event"] == "eval"]
+        screen.json({"run_dir": str(run_dir), "steps": steps, "evaluations": evaluations, "results": results})
         return
-    console.print(step_table(current(lines)))
-    superseded = sum(line["event"] in ("step", "skip") for line in lines) - sum(
-        line["event"] in ("step", "skip") for line in current(lines)
-    )
+    if not kept and not results:
+        screen.line(f"{run_dir} has no finished step yet")
+        return
+    if any(line["event"] in STEPS for line in kept):
+        screen.table(*step_table(kept))
+    superseded = sum(line["event"] in STEPS for line in lines) - sum(line["event"] in STEPS for line in kept)
     if superseded:
-        console.print(f"{superseded} steps of earlier starts were done again and are not shown")
+        screen.line(f"{superseded} steps of earlier starts were done again and are not shown")
+    evaluations = [
+        {**line, "checkpoint": f"step {line['step']} (training)"} for line in kept if line["event"] == "eval"
+    ]
+    if evaluations or results:
+        screen.table(*evaluation_table([*evaluations, *results]))
 
 
-def step_table(lines: Iterable[Json]) -> Table:
-    """One row per step or evaluation that holds, in order."""
+def read_results(run_dir: Path) -> list[Json]:
+    """What each `leyden eval` wrote below the run folder, or in it if it is the folder of one; oldest first."""
+    found = []
+    for path in [run_dir / "result.json", *sorted((run_dir / "eval").glob("*/result.json"))]:
+        try:
+            document = orjson.loads(path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            continue
+        if isinstance(document, dict) and "pass" in document:
+            found.append({**document, "folder": str(path.parent)})
+    return found
+
+
+def step_table(lines: Iterable[Json]) -> TableParts:
+    """One row per step that holds, in order."""
     columns = ("step", "version", "reward", "pass", "no spread", "left out", "samples", "tokens", "entropy",
-               "grad", "logprob diff", "seconds", "validation pass@1")  # fmt: skip
-    table = Table(*columns)
-    for line in lines:
-        if line["event"] == "eval":
-            first = line["pass"][0]
-            value = "no data" if first["value"] is None else f"{first['value']:.3f} " + _interval(first["interval_95"])
-            table.add_row(str(line["step"]), str(line["version"]), *[""] * 9, f"{line['seconds']:.1f}", value)
-        elif line["event"] in ("step", "skip"):
-            table.add_row(
-                str(line["step"]),
-                str(line["version"]),
-                _number(line.get("reward"), ".3f"),
-                _number(line.get("pass_rate"), ".2f"),
-                f"{line['groups_without_spread']}/{line['groups']}",
-                named(line["excluded"]),
-                str(line["samples"]),
-                str(line["trained_tokens"]),
-                _number(line.get("entropy"), ".3g"),
-                _number(line.get("grad_norm"), ".3g"),
-                _number(line.get("max_logprob_diff"), ".2g"),
-                f"{sum(line['seconds'].values()):.1f}",
-                "skipped" if line["event"] == "skip" else "",
+               "grad", "logprob diff", "seconds", "note")  # fmt: skip
+    rows = [
+        (
+            str(line["step"]),
+            str(line["version"]),
+            _number(line.get("reward"), ".3f"),
+            _number(line.get("pass_rate"), ".2f"),
+            f"{line['groups_without_spread']}/{line['groups']}",
+            named(line["excluded"]),
+            str(line["samples"]),
+            str(line["trained_tokens"]),
+            _number(line.get("entropy"), ".3g"),
+            _number(line.get("grad_norm"), ".3g"),
+            _number(line.get("max_logprob_diff"), ".2g"),
+            f"{sum(line['seconds'].values()):.1f}",
+            f"skipped: {line['why']}" if line["event"] == "skip" else "",
+        )
+        for line in lines
+        if line["event"] in STEPS
+    ]
+    return columns, rows, ""
+
+
+def evaluation_table(evaluations: Iterable[Json]) -> TableParts:
+    """One row per evaluation and k."""
+    columns = ("evaluation", "version", "tasks", "samples", "rewarded", "mean reward", "k", "pass@k", "95 % interval",
+               "missing", "seconds", "folder")  # fmt: skip
+    rows = []
+    for e in evaluations:
+        checkpoint = e.get("checkpoint")
+        for p in e["pass"]:
+            rows.append(
+                (
+                    Path(checkpoint).name if checkpoint else "initial model or engines",
+                    str(e["version"]),
+                    str(e["tasks"]),
+                    str(e["samples"]),
+                    f"{e['rewarded']}/{e['rollouts']}",
+                    _number(e.get("mean_reward"), ".3f"),
+                    str(p["k"]),
+                    "no data" if p["value"] is None else f"{p['value']:.3f}",
+                    "" if p["interval_95"] is None else _interval(p["interval_95"]),
+                    named(e["missing"]),
+                    f"{e['seconds']:.1f}",
+                    Path(e["folder"]).name if "folder" in e else "",
+                )
             )
-    return table
+    return columns, rows, ""
 
 
-def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks: bool) -> None:
+def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks: bool, as_json: bool = False) -> None:
     """`forks` counts branches over the rollouts that would be listed."""
     chosen.check()
     config = read_run(run_dir)
     shown, total, turns_of = asyncio.run(_chosen_rollouts(run_dir, chosen, secret, all_turns=forks))
-    table = fork_table(turns_of, config.trainer.max_sample_tokens) if forks else rollout_table(shown, total, turns_of)
-    screen().print(table)
+    screen = Screen()
+    if forks and as_json:
+        screen.json(count_branches(turns_of, config.trainer.max_sample_tokens).as_json())
+    elif forks:
+        screen.table(*fork_table(turns_of, config.trainer.max_sample_tokens))
+    elif as_json:
+        screen.json({"total": total, "rollouts": [rollout_json(r) for r in shown]})
+    else:
+        screen.table(*rollout_table(shown, total, turns_of))
 
 
-def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str, Sequence[Turn]]) -> Table:
+def rollout_json(rollout: Rollout) -> Json:
+    return {**asdict(rollout), "left_out": untrained(rollout)}
+
+
+def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str, Sequence[Turn]]) -> TableParts:
     """`turns_of` holds the turns of those that branched."""
-    title = f"{len(rollouts)} of {total} rollouts"
-    table = Table("rollout", "kind", "step", "task", "state", "attempt", "reward", "turns", "tokens", "versions",
-                  "seconds", "branches", "reason", title=title)  # fmt: skip
+    columns = ("rollout", "kind", "step", "task", "state", "attempt", "reward", "turns", "tokens", "versions",
+               "seconds", "branches", "reason")  # fmt: skip
+    rows = []
     for r in rollouts:
         seconds = "" if r.started is None or r.finished is None else f"{max(0.0, r.finished - r.started):.1f}"
         versions = "" if r.min_version is None else f"{r.min_version}-{r.max_version}"
-        state = f"{r.state} ({r.failure})" if r.failure else str(r.state)
-        table.add_row(
-            r.rollout_id, r.kind, str(r.step), f"{r.slot}.{r.member}", state, str(r.attempt),
-            _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds,
-            named(shown_branches(turns_of.get(r.rollout_id, ()))), r.reason or "",
+        rows.append(
+            (
+                r.rollout_id, r.kind, str(r.step), task_name(r), state_words(r), str(r.attempt),
+                _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds,
+                named(shown_branches(turns_of.get(r.rollout_id, ()))), r.reason or "",
+            )
         )  # fmt: skip
-    return table
+    return columns, rows, f"{len(rollouts)} of {total} rollouts"
 
 
-def show_rollout(run_dir: Path, beginning: str, secret: bytes | None) -> None:
+def task_name(rollout: Rollout) -> str:
+    """What the task calls itself, else its slot in the step."""
+    for name in TASK_NAMES:
+        if isinstance(value := rollout.task.get(name), str | int) and not isinstance(value, bool):
+            return str(value)
+    return f"slot {rollout.slot}"
+
+
+def state_words(rollout: Rollout) -> str:
+    return f"{rollout.state} ({rollout.failure})" if rollout.failure else str(rollout.state)
+
+
+def untrained(rollout: Rollout) -> str | None:
+    """Why nothing of a rollout is trained, or None."""
+    if rollout.kind == "eval":
+        return "an evaluation"
+    if not rollout.state.terminal:
+        return "not finished"
+    kind = exclusion(rollout)
+    return f"left out ({kind})" if kind else None
+
+
+def show_rollout(run_dir: Path, beginning: str, secret: bytes | None, *, as_json: bool = False) -> None:
     config = read_run(run_dir)
     rollout, turns = asyncio.run(_one_rollout(run_dir, beginning, secret))
     decode: Decode = decoder(config.model.path)
-    console = Console(soft_wrap=True, highlight=False)
-    for line in [*heading(rollout, run_dir), *trajectory_lines(turns, decode, config.trainer.max_sample_tokens)]:
-        console.print(line)
+    screen, limit, why = Screen(), config.trainer.max_sample_tokens, untrained(rollout)
+    if as_json:
+        screen.json({"rollout": rollout_json(rollout), "turns": trajectory_json(turns, decode, limit, why)})
+        return
+    for line in [*heading(rollout, run_dir), *trajectory_lines(turns, decode, limit, why)]:
+        screen.line(*line)
 
 
-def heading(rollout: Rollout, run_dir: Path) -> list[Text]:
+def heading(rollout: Rollout, run_dir: Path) -> list[Line]:
     where = run_dir / "attempts" / rollout.rollout_id / str(rollout.attempt)
-    state = f"{rollout.state} ({rollout.failure})" if rollout.failure else str(rollout.state)
     facts = [
-        f"{rollout.kind} step {rollout.step}, task {rollout.slot}, member {rollout.member}, attempt {rollout.attempt}",
-        f"{state}, reward {_number(rollout.reward, '.4g')}, exit code {rollout.exit_code}"
-        + (", timed out" if rollout.timed_out else "")
+        f"{rollout.kind} step {rollout.step}, task {task_name(rollout)}, member {rollout.member}, "
+        f"attempt {rollout.attempt}",
+        f"{state_words(rollout)}, reward {_number(rollout.reward, '.4g') or 'none'}, {exit_words(rollout)}"
         + (f", {rollout.reason}" if rollout.reason else ""),
         f"{rollout.turns} turns, {rollout.sampled_tokens} sampled tokens, held {rollout.held_s:.1f} s; logs in {where}",
     ]
-    return [Text(rollout.rollout_id, "bold"), *(Text(fact) for fact in facts)]
+    return [Line(rollout.rollout_id, "bold"), *(Line(fact) for fact in facts)]
+
+
+def exit_words(rollout: Rollout) -> str:
+    if rollout.timed_out:
+        return "timed out"
+    if rollout.exit_code is None:
+        return "no exit code"
+    return f"exit {rollout.exit_code}" if rollout.exit_code >= 0 else f"killed by signal {-rollout.exit_code}"
 
 
 async def _chosen_rollouts(
@@ -165,7 +259,7 @@ async def _each(client: ControlClient) -> AsyncIterator[Rollout]:
     """Every rollout of the run, oldest change first."""
     cursor, more = 0, True
     while more:
-        page, cursor = await client.rollouts(after=cursor, limit=PAGE, tasks=False)
+        page, cursor = await client.rollouts(after=cursor, limit=PAGE)
         more = bool(page)
         for rollout in page:
             yield rollout

@@ -7,41 +7,69 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.text import Text
 
+from leyden.cli.screen import Line
 from leyden.trajectory.kinds import Kind, conversations
 from leyden.trajectory.parting import parting
 from leyden.trajectory.samples import build_samples, trainable_logprobs
 from leyden.trajectory.tree import build_tree
-from leyden.types import Ids, Sample, Turn
+from leyden.types import Ids, Json, Sample, Turn
 
 Decode = Callable[[Ids], str]
 TRAINED, SAMPLED, CONTEXT = "bold green", "yellow", "dim"
 SHOWN_TOKENS, SHOWN_CHARS = 12, 60
 
 
-def trajectory_lines(turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None) -> list[Text]:
+def trajectory_lines(
+    turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None, untrained: str | None = None
+) -> list[Line]:
     """A header per turn, the ids it adds as context (`| `), the ids it sampled (`> ` trained, `x ` not trained). `~ `
-    says where a branch that begins afresh parts from the turn that it did not continue.
+    says where a branch that begins afresh parts from the turn that it did not continue. `untrained` is why nothing of
+    the rollout is trained.
     """
     if not turns:
-        return [Text("no model call was recorded")]
+        return [Line("no model call was recorded")]
     built = build_samples(turns, max_tokens)
-    trained_by = sample_of_turn(built.samples)
+    trained_by = {} if untrained else sample_of_turn(built.samples)
     notes = turn_notes(turns)
     parted = partings(turns, decode)
     lines = []
     for turn in build_tree(turns).turns.values():
         number = trained_by.get(turn.turn_id)
-        lines.append(Text(turn_header(turn, number, notes.get(turn.turn_id, ())), "bold cyan"))
+        lines.append(Line(turn_header(turn, number, notes.get(turn.turn_id, ())), "bold cyan"))
         if turn.turn_id in parted:
-            lines.append(Text("~ " + parted[turn.turn_id], SAMPLED))
+            lines.append(Line("~ " + parted[turn.turn_id], SAMPLED))
         lines += _marked("| ", decode(turn.delta_P), CONTEXT)
         if len(turn.sampled_T):
             mark, style = ("> ", TRAINED) if number is not None else ("x ", SAMPLED)
             lines += _marked(mark, decode(turn.sampled_T), style)
-    lines.append(Text(f"{len(built.samples)} samples: " + "; ".join(map(sample_summary, built.samples)), "bold"))
+    summaries = "; ".join(sample_summary(sample, trained=not untrained) for sample in built.samples)
+    ending = f"; nothing of it is trained: {untrained}" if untrained else ""
+    lines.append(Line(f"{len(built.samples)} samples: {summaries}{ending}", "bold"))
     return lines
+
+
+def trajectory_json(
+    turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None, untrained: str | None = None
+) -> list[Json]:
+    """The turns as `trajectory_lines` shows them. `sample` numbers the sample that trains a turn, null without one."""
+    trained_by = {} if untrained or not turns else sample_of_turn(build_samples(turns, max_tokens).samples)
+    notes = turn_notes(turns) if turns else {}
+    return [
+        {
+            "turn_id": turn.turn_id,
+            "continues": turn.parent_id,
+            "versions": [[span.version, span.length] for span in turn.spans],
+            "context": decode(turn.delta_P),
+            "context_tokens": len(turn.delta_P),
+            "sampled": decode(turn.sampled_T),
+            "sampled_tokens": len(turn.sampled_T),
+            "finish_reason": str(turn.finish_reason),
+            "sample": trained_by.get(turn.turn_id),
+            "notes": list(notes.get(turn.turn_id, ())),
+        }
+        for turn in turns
+    ]
 
 
 def sample_of_turn(samples: Sequence[Sample]) -> dict[int, int]:
@@ -99,9 +127,10 @@ def turn_header(turn: Turn, sample: int | None, notes: Sequence[str] = ()) -> st
     return " | ".join([*parts, *notes])
 
 
-def sample_summary(sample: Sample) -> str:
+def sample_summary(sample: Sample, *, trained: bool = True) -> str:
     turns = ", ".join(map(str, sample.turn_ids))
-    return f"turns {turns}: {int(sample.mask_L.sum())} of {len(sample.ids_L)} tokens trained"
+    what = "trained" if trained else "sampled"
+    return f"turns {turns}: {int(sample.mask_L.sum())} of {len(sample.ids_L)} tokens {what}"
 
 
 def decoder(model_path: str) -> Decode:
@@ -118,5 +147,5 @@ def decoder(model_path: str) -> Decode:
     return lambda ids: str(slow.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def _marked(mark: str, text: str, style: str) -> list[Text]:
-    return [Text(mark + line, style) for line in text.split("\n")]
+def _marked(mark: str, text: str, style: str) -> list[Line]:
+    return [Line(mark + line, style) for line in text.split("\n")]

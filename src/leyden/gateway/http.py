@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from typing import Any
 
 import orjson
@@ -21,10 +20,14 @@ class ClientGone(Exception):
     """The caller hung up while its request was being read."""
 
 
+class Unsaid(Exception):
+    """Stands in a log for an error whose words may hold what was said."""
+
+
 def log_bug(log: logging.Logger, where: str, error: Exception) -> None:
     """What happened and the lines it came through, but nothing that was said: no message, no values."""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    log.error("%s: %s\n%s", where, type(error).__name__, frames)
+    kind = type(error).__name__
+    log.error("%s: %s", where, kind, exc_info=(Unsaid, Unsaid(kind), error.__traceback__))
 
 
 class JsonResponse(Response):

@@ -1,5 +1,6 @@
 """What the user sees of a run: one live line while rollouts run, one line that stays per step, warnings.
 
+Whatever it is given is one line and shown as it is: neither markup nor escape sequences have an effect.
 Without a terminal the live line becomes a plain line at most every `PLAIN_EVERY_S` seconds.
 """
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from leyden.trainer.collect import Progress
 from leyden.types import Json
+from leyden.visible import visible
 
 PLAIN_EVERY_S = 30.0
 BAR_CELLS = 20
@@ -30,18 +32,18 @@ class Display:
         if not self._console.is_terminal:
             if time.monotonic() - self._last_plain >= PLAIN_EVERY_S:
                 self._last_plain = time.monotonic()
-                self._console.print(Text(text))
+                self._console.print(Text(visible(text)))
             return
         if self._live is None:
             self._live = Live(console=self._console, transient=True, auto_refresh=False)
             self._live.start()
-        self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+        self._live.update(Text(visible(text), overflow="ellipsis", no_wrap=True), refresh=True)
 
     def line(self, text: str, style: str = "") -> None:
         """A line that stays."""
         self.clear()
         self._last_plain = time.monotonic()
-        self._console.print(Text(text, style))
+        self._console.print(Text(visible(text), style))
 
     def warn(self, text: str) -> None:
         self.line(f"warning: {text}", "yellow")

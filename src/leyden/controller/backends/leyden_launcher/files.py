@@ -60,4 +60,6 @@ def publish(path: str, value: object) -> None:
 
 
 def log(message: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S"), message, file=sys.stderr, flush=True)
+    """One line, in which line ends and escape sequences are spelt out."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=sys.stderr, flush=True)

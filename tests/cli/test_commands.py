@@ -20,6 +20,8 @@ from leyden.config import RunConfig
 from leyden.errors import ConfigError
 from leyden.run_file import load, parse
 
+CLUSTER = ["controller.backend=kubernetes", "kubernetes={image: a, keeper_image: b}", "gateway.host=10.0.0.1"]
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
@@ -64,6 +66,56 @@ def test_every_command_reads_the_run_file_the_same_way(command):
     result = leyden(command, "none.yaml")
     assert result.returncode == 2
     assert result.stderr == "error: cannot read run file none.yaml: No such file or directory\n"
+
+
+WITHOUT = """
+import sys
+for name in sys.argv.pop(1).split():
+    sys.modules[name] = None
+from leyden.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "packages", "settings", "said"),
+    [
+        ("train", "torch transformers", [], "leyden train needs torch, transformers: pip install 'leyden[embedded]'"),
+        ("train", "matplotlib", [], "leyden train needs matplotlib: pip install 'leyden[embedded]'"),
+        ("eval", "torch", [], "leyden eval needs torch: pip install 'leyden[embedded]'"),
+        (
+            "train",
+            "tensorboard kubernetes_asyncio",
+            CLUSTER,
+            "leyden train needs tensorboard, kubernetes_asyncio: pip install 'leyden[embedded,kubernetes]'",
+        ),
+        (
+            "eval",
+            "torch kubernetes_asyncio",
+            [*CLUSTER, "engine={kind: vllm, urls: ['http://127.0.0.1:1']}"],
+            "leyden eval needs kubernetes_asyncio: pip install 'leyden[kubernetes]'",
+        ),
+        (
+            "controller",
+            "torch kubernetes_asyncio",
+            CLUSTER,
+            "leyden controller needs kubernetes_asyncio: pip install 'leyden[kubernetes]'",
+        ),
+    ],
+)
+def test_a_missing_extra_is_one_line(run_file, tmp_path, command, packages, settings, said):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, packages, command, run_file, *settings],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {said}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_settings_are_shown_without_any_extra(run_file):
+    command = [sys.executable, "-c", WITHOUT, "torch transformers kubernetes_asyncio", "train", run_file, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "# would start" in done.stdout
 
 
 def test_a_task_file_with_a_bad_line(run_file, tmp_path):

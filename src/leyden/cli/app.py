@@ -19,6 +19,7 @@ from leyden import __version__
 from leyden.cli.screen import Screen, plain_console
 from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
+from leyden.extras import need
 from leyden.run_file import load
 from leyden.visible import LogFormatter, visible_lines
 
@@ -82,6 +83,7 @@ def train(
 
         print(visible_lines(describe(config)))
         return
+    need("leyden train", "embedded", *_extras_of_controller(config))
     from leyden.cli.training import run_training
 
     run_training(config, run_file, tuple(overrides or ()), _secret())
@@ -102,6 +104,7 @@ def controller(run_file: RunFile, overrides: Overrides = None, with_parent: With
     """Run the controller alone, for a gateway that already runs."""
     config = load(run_file, overrides)
     _keep_descriptors()
+    need("leyden controller", *(["kubernetes"] if config.controller.backend == "kubernetes" else []))
     from leyden.cli.controlling import run_until_stopped
 
     run_until_stopped(config, _secret(), with_parent=with_parent)
@@ -123,6 +126,7 @@ def evaluate(
 ) -> None:
     """Estimate pass@1 and pass@k of a checkpoint, with 95 % intervals."""
     config = load(run_file, overrides)
+    need("leyden eval", *([] if config.engine.urls else ["embedded"]), *_extras_of_controller(config))
     from leyden.cli.evaluating import run_evaluation
 
     run_evaluation(
@@ -178,6 +182,11 @@ def _keep_descriptors() -> None:
         with contextlib.suppress(OSError):
             if int(path.name) > 2:
                 os.set_inheritable(int(path.name), False)
+
+
+def _extras_of_controller(config: RunConfig) -> list[str]:
+    """What the controller needs that this command starts."""
+    return ["kubernetes"] if config.controller.backend == "kubernetes" and config.controller.start else []
 
 
 def _secret() -> bytes | None:

@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from leyden.config import RunConfig
 from leyden.doctor.findings import Finding, ok, problem, warning
 from leyden.errors import CaptureError, EngineError
+from leyden.extras import EXTRAS
 from leyden.gateway.app import engine_of
 from leyden.gateway.engines import EngineHttp
-
-TRAINER_NEEDS = ("torch", "transformers", "safetensors")
 
 
 async def check_engines(config: RunConfig) -> list[Finding]:
@@ -40,7 +39,7 @@ async def check_engine(url: str, kind: str, health: Callable[[str], Awaitable[No
 
 def check_trainer(config: RunConfig, installed: Callable[[str], bool]) -> Finding:
     """Without engines in the run file, `leyden train` samples by itself."""
-    missing = [name for name in TRAINER_NEEDS if not installed(name)]
+    missing = [name for name in EXTRAS["embedded"] if not installed(name)]
     if missing:
         what = f"none in the run file, and {', '.join(missing)} is not installed here"
         advice = "where `leyden train` runs: pip install 'leyden[embedded]'"

@@ -10,10 +10,10 @@ from pathlib import Path
 import orjson
 
 from leyden.cli.branches import count_branches, fork_table, shown_branches
-from leyden.cli.gateway_of import gateway_of, read_run
+from leyden.cli.record import Record, read_run, record_of
 from leyden.cli.screen import Line, Screen, TableParts
 from leyden.cli.trajectory import Decode, decoder, trajectory_json, trajectory_lines
-from leyden.client import ControlClient, Rollout
+from leyden.client import Rollout
 from leyden.errors import ConfigError
 from leyden.trainer.collect import exclusion
 from leyden.trainer.display import named
@@ -242,37 +242,37 @@ async def _chosen_rollouts(
     run_dir: Path, chosen: Filter, secret: bytes | None, *, all_turns: bool
 ) -> tuple[list[Rollout], int, dict[str, list[Turn]]]:
     """The newest of those that the filter takes, how many it takes, and turns: of all shown or of those with forks."""
-    async with gateway_of(run_dir, read_run(run_dir), secret) as client:
-        found = [r async for r in _each(client) if chosen.takes(r)]
+    async with record_of(run_dir, read_run(run_dir), secret) as record:
+        found = [r async for r in _each(record) if chosen.takes(r)]
         found.sort(key=lambda r: (r.step, r.kind, r.slot, r.member))
         shown = found[-chosen.limit :]
         turns_of: dict[str, list[Turn]] = {r.rollout_id: [] for r in shown if all_turns or r.forks}
         wanted = list(turns_of)
         for first in range(0, len(wanted), TURNS_PAGE):
             page = wanted[first : first + TURNS_PAGE]
-            for turn in await client.turns(page):
+            for turn in await record.turns(page):
                 turns_of[turn.rollout_id].append(turn)
         return shown, len(found), turns_of
 
 
-async def _each(client: ControlClient) -> AsyncIterator[Rollout]:
+async def _each(record: Record) -> AsyncIterator[Rollout]:
     """Every rollout of the run, oldest change first."""
     cursor, more = 0, True
     while more:
-        page, cursor = await client.rollouts(after=cursor, limit=PAGE)
+        page, cursor = await record.rollouts(after=cursor, limit=PAGE)
         more = bool(page)
         for rollout in page:
             yield rollout
 
 
 async def _one_rollout(run_dir: Path, beginning: str, secret: bytes | None) -> tuple[Rollout, list[Turn]]:
-    async with gateway_of(run_dir, read_run(run_dir), secret) as client:
-        matches = [r.rollout_id async for r in _each(client) if r.rollout_id.startswith(beginning)]
+    async with record_of(run_dir, read_run(run_dir), secret) as record:
+        matches = [r.rollout_id async for r in _each(record) if r.rollout_id.startswith(beginning)]
         if len(matches) != 1 and beginning not in matches:
             some = f": {', '.join(sorted(matches)[:5])}" if matches else "; `leyden show RUN_DIR --rollouts` lists them"
             raise ConfigError("ROLLOUT", f"{len(matches)} rollouts begin with {beginning!r}{some}")
         rollout_id = beginning if beginning in matches else matches[0]
-        return await client.rollout(rollout_id), await client.turns([rollout_id])
+        return await record.rollout(rollout_id), await record.turns([rollout_id])
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""The gateway's data base: one SQLite file, opened by the gateway alone.
+"""The gateway's data base: one SQLite file, written by the gateway alone. `looking` is for others, and changes nothing.
 
 All writes run in the event-loop thread, one short transaction each, so their order is the order of the calls. Large
 reads (`turns_reader`) run in other threads on a connection of their own; in WAL mode neither waits for the other.
@@ -6,7 +6,6 @@ reads (`turns_reader`) run in other threads on a connection of their own; in WAL
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import Any
 import orjson
 
 from leyden.store.controllers import Controllers
-from leyden.store.database import connect
+from leyden.store.database import connect, looking, reader
 from leyden.store.outage import UNSEEN, Outage, come_back, last_write
 from leyden.store.rollouts import Rollouts
 from leyden.store.turns import StoredTurn, Turns
 from leyden.types import Json
 
-__all__ = ["UNSEEN", "Outage", "Rollouts", "Store", "StoredTurn", "Turns"]
+__all__ = ["UNSEEN", "Outage", "Rollouts", "Store", "StoredTurn", "Turns", "looking"]
 
 
 class Store:
@@ -49,8 +48,7 @@ class Store:
     @contextmanager
     def turns_reader(self) -> Iterator[Turns]:
         """Turns on a read connection of its own, for use in another thread."""
-        connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, isolation_level=None)
-        connection.row_factory = sqlite3.Row
+        connection = reader(self._path)
         try:
             yield Turns(connection)
         finally:

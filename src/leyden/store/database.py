@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -34,6 +36,57 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def reader(path: Path, how: str = "mode=ro") -> sqlite3.Connection:
+    """A connection that only reads, beside others that write."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+@contextmanager
+def looking(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to a store that is left as it is, whoever has it open and whether or not its folder can be written.
+
+    What an earlier Leyden wrote is migrated in a copy. Raises StoreError for what is no store that this one knows.
+    """
+    with tempfile.TemporaryDirectory(prefix="leyden-look-") as folder:
+        connection = _unchanged(path, Path(folder))
+        try:
+            if schema(connection) < len(migrations()):
+                original = connection
+                connection = reader(Path(folder) / "migrated.sqlite", "mode=rwc")
+                original.backup(connection)
+                original.close()
+            _migrate(connection, path)
+            yield connection
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{path} cannot be read: {error}") from error
+        finally:
+            connection.close()
+
+
+def _unchanged(path: Path, folder: Path) -> sqlite3.Connection:
+    """SQLite keeps an index beside a write-ahead log; where it cannot, a copy in `folder` is read."""
+    log = path.with_name(f"{path.name}-wal")
+    if not log.exists():
+        return reader(path, "immutable=1")
+    connection = reader(path)
+    try:
+        schema(connection)
+        return connection
+    except sqlite3.OperationalError:
+        connection.close()
+        for source in (path, log):
+            shutil.copyfile(source, folder / source.name)
+        return reader(folder / path.name)
+
+
+def schema(connection: sqlite3.Connection) -> int:
+    """How many migrations the data base has had."""
+    number: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return number
+
+
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """All statements of the block, or none."""
@@ -62,7 +115,7 @@ def migrations() -> list[str]:
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     scripts = migrations()
-    current: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    current = schema(connection)
     if current > len(scripts):
         raise StoreError(
             f"{path} has schema {current}, this Leyden knows {len(scripts)}: use the newer version that wrote it"

@@ -22,6 +22,7 @@ from leyden.gateway.metrics import Metrics
 from leyden.gateway.prompt import Prompt
 from leyden.gateway.ways import Sampled, Way
 from leyden.protocols import ChatChoice, ChatReply, ChatRequest, Recall
+from leyden.protocols.chat import refuse_prefill
 from leyden.store import Store
 from leyden.trajectory.causes import sibling_cause
 from leyden.trajectory.meaning import extend_key
@@ -47,6 +48,7 @@ class TurnService:
         itself (`retried`). A finished predecessor is replayed, an unfinished one abandoned. Anything else is a call of
         its own, equal or not. CancelledError: the caller hung up, the attempt ended, or a retry took the call's place.
         """
+        refuse_prefill(request)
         attempt = self.attempts.get(claims)
         key = request.key()
         earlier = attempt.predecessor(key, request.n, retried=retried)

@@ -165,6 +165,21 @@ class ListProtocol(WireProtocol, Protocol):
         """The body that answers a list."""
 
 
+def refuse_prefill(request: ChatRequest) -> None:
+    """Raise RequestError if the conversation ends with the assistant: nothing begins a reply but the model, whose every
+    token is recorded. Answering after it, as if it were whole, would be another conversation than the one asked for.
+    """
+    if not request.messages or request.messages[-1]["role"] != "assistant":
+        return
+    name = {"gemini": "contents", "openai-responses": "input"}.get(request.protocol, "messages")
+    raise RequestError(
+        f"{name} ends with a message of the assistant, as the beginning of a reply, which this model does not support: "
+        "a reply is a message of its own. End the conversation with a user message or a tool result",
+        param=name,
+        code="prefill_not_supported",
+    )
+
+
 def digest(value: Any) -> bytes:
     """16 bytes that are equal for equal JSON values, whatever the order of their keys."""
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

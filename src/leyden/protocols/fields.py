@@ -38,7 +38,10 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
         *("store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
         *("prediction", "prompt_cache_options", "moderation", "web_search_options", "return_token_ids"),
     ),
-    FieldClass.REFUSED: ("logit_bias", "audio", "modalities", "functions", "function_call"),
+    FieldClass.REFUSED: (
+        *("logit_bias", "audio", "modalities", "functions", "function_call", "continue_final_message"),
+        *("add_generation_prompt", "chat_template"),
+    ),
 }
 
 _OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {
@@ -132,7 +135,12 @@ _REFUSALS = {
     "generationConfig.responseModalities": 'only text can be recorded; leave it out or send ["TEXT"]',
     "compaction": "ask for the summary with a message of your own",
     "thread": "send all messages of the conversation",
+    "continue_final_message": "a reply is a message of its own; end with a user message or a tool result",
+    "add_generation_prompt": "a reply is a message of its own; leave it out",
+    "chat_template": "the run's own template shows the messages; leave it out",
 }
+# Servers take these on any of their routes, and no protocol documents them.
+_REFUSED_EVERYWHERE = frozenset({"continue_final_message", "add_generation_prompt"})
 _HARMLESS: dict[str, Any] = {
     "modalities": ["text"],
     "generationConfig.responseModalities": ["TEXT"],
@@ -140,6 +148,8 @@ _HARMLESS: dict[str, Any] = {
     "echo": False,
     "suffix": "",
     "add_special_tokens": True,
+    "continue_final_message": False,
+    "add_generation_prompt": True,
 }
 
 
@@ -148,7 +158,7 @@ def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
     table = FIELDS[protocol]
     ignored = []
     for name, value in body.items():
-        kind = table.get(name, FieldClass.IGNORED)
+        kind = FieldClass.REFUSED if name in _REFUSED_EVERYWHERE else table.get(name, FieldClass.IGNORED)
         if value is None or value in ({}, []) or (name in _HARMLESS and value == _HARMLESS[name]):
             continue
         if kind is FieldClass.REFUSED:

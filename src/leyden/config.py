@@ -97,6 +97,8 @@ class HarnessConfig(Section):
     beside the interpreter `python` (default: Leyden's own) first, then on PATH. With `preload`, that interpreter
     imports the modules once and is forked for each attempt; `command[0]` is then one of its console scripts, or
     `python`.
+    Of the environment that Leyden runs in a local harness gets what every program needs (PATH, HOME, the locale,
+    certificates, proxies), and the variables that `pass_env` names.
     After an infrastructure failure the next attempt waits `retry_backoff_s`, twice as long each time, a minute at most.
 
     `sandbox: bubblewrap` gives a local harness and its grader a system they can only read, their workspace and a
@@ -106,6 +108,7 @@ class HarnessConfig(Section):
 
     command: Annotated[list[str], Field(min_length=1)]
     env: dict[str, str] = {}
+    pass_env: list[str] = []
     python: str | None = None
     preload: list[str] = []
     timeout_s: PositiveSeconds = 1800
@@ -130,11 +133,16 @@ class HarnessConfig(Section):
 class GraderConfig(Section):
     """How a finished attempt gets its reward: exactly one of `command`, `function` (`module:name`), `harness:
     true`. A reward is one finite number, of 1e12 at most; true and false, and scalars of numpy and torch, are numbers.
+
+    With `harness: true` the harness posts the reward itself, to LEYDEN_REWARD_URL with its own key, while it runs. The
+    first one counts. A harness that fails (exit code, time-out, limit) without one gets 0; one that ends well without
+    one makes its attempt void. `pass_env` is what `harness.pass_env` is, for a grader of its own.
     """
 
     command: list[str] | None = None
     function: str | None = None
     harness: Switch = False
+    pass_env: list[str] = []
     timeout_s: PositiveSeconds = 120
     max_tries: PositiveInt = 2
 

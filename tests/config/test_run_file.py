@@ -32,7 +32,7 @@ REFUSED = [
     ("trainr.steps=3", "trainr: unknown key (value {'steps': 3}); did you mean 'trainer'?"),
     (
         "grader.zzz=1",
-        "grader.zzz: unknown key (value 1); valid keys are command, function, harness, max_tries, timeout_s",
+        "grader.zzz: unknown key (value 1); valid keys are command, function, harness, max_tries, pass_env, timeout_s",
     ),
     ("trainer.steps=1.5", "trainer.steps: 1.5 is refused: Input should be a valid integer"),
     ("trainer.steps=true", "trainer.steps: True is refused: Input should be a valid integer"),

@@ -33,7 +33,7 @@ def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_pat
     assert job.env == {
         "PATH": "/bin",
         "NO_PROXY": "a,b,127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        "no_proxy": "a,b,127.0.0.1",
         "OPENAI_API_KEY": "lk-a-1",
         "OPENAI_BASE_URL": f"{URL}/v1",
         "OPENAI_API_BASE": f"{URL}/v1",

@@ -14,7 +14,7 @@ from leyden.client import Rollout, control_key
 from leyden.config import RunConfig
 from leyden.controller.loop import run_controller
 from leyden.gateway.render import ModelRenderer
-from leyden.types import RolloutState
+from leyden.types import FailureClass, RolloutState
 from tests.gateway.conftest import SECRET, Gateway, ScriptedEngine, make_config, serving
 
 pytestmark = pytest.mark.slow
@@ -109,6 +109,58 @@ async def test_mini_runs_in_a_fork_and_is_trained(tmp_path: Path, tokenizer_path
         (rollout,) = await run(gateway, config, 1, {"prompt": "make it"})
     log = (config.run_dir / "attempts" / rollout.rollout_id / "1" / "harness.log").read_text()
     assert (rollout.state, rollout.turns, rollout.reward) == (RolloutState.SUCCEEDED, 2, 1.0), log
+
+
+SELF_GRADED = (
+    AGENT
+    + """
+from leyden.client import post_reward
+how = json.load(open(os.environ["LEYDEN_TASK"]))["how"]
+if "post" in how:
+    post_reward(0.75)
+if "twice" in how:
+    try:
+        post_reward(1.0)
+    except Exception as error:
+        open("refused", "w").write(str(error.status))
+raise SystemExit("fail" in how)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("post", (RolloutState.SUCCEEDED, None, 0.75)),
+        ("post twice", (RolloutState.SUCCEEDED, None, 0.75)),
+        ("post, fail", (RolloutState.FAILED, FailureClass.AGENT, 0.75)),
+        ("fail", (RolloutState.FAILED, FailureClass.AGENT, 0.0)),
+        ("nothing", (RolloutState.FAILED, FailureClass.INFRASTRUCTURE, None)),
+    ],
+)
+async def test_a_harness_that_grades_itself_posts_with_its_own_key(
+    tmp_path: Path,
+    tokenizer_path: Path,
+    gone: Left,
+    how: str,
+    expected: tuple[RolloutState, FailureClass | None, float | None],
+) -> None:
+    (tmp_path / "agent.py").write_text(SELF_GRADED)
+    config = make_config(
+        tmp_path,
+        tokenizer_path,
+        harness={"command": [sys.executable, "{{ config_dir }}/agent.py"], "max_attempts": 1},
+        grader={"command": None, "harness": True},
+        workspace={"keep": "all"},
+    ).model_copy(update={"config_dir": tmp_path})
+    renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
+    async with serving(config, renderer) as gateway:
+        (rollout,) = await run(gateway, config, 1, {"prompt": "hello", "how": how})
+    assert (rollout.state, rollout.failure, rollout.reward) == expected
+    assert (rollout.attempt, rollout.turns) == (1, 2)
+    folder = config.run_dir / "attempts" / rollout.rollout_id / "1/workspace"
+    refused = [path.read_text() for path in folder.glob("refused")]
+    assert refused == (["409"] if "twice" in how else [])
 
 
 POST = "from leyden.client import post_reward; post_reward(1)"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from jinja2 import UndefinedError
 
 from leyden.config import RunConfig
+from leyden.controller.environment import inherited, reaching
 from leyden.controller.jobs import Job, grader_job, harness_job
 from leyden.controller.templates import render, render_strictly
 from leyden.errors import LaunchError
@@ -97,15 +98,17 @@ def harness(
     """The job of an attempt's harness. Raises LaunchError if a template cannot be rendered."""
     paths = attempt_paths(config.run_dir, rollout_id, attempt)
     known = variables(config, rollout_id, task, paths) | {"url": url}
-    environment = _inherited(parent, url) | endpoints(url) | model_keys(key) | _own(config, rollout_id, attempt, paths)
-    environment |= {"LEYDEN_URL": url, "LEYDEN_KEY": key}
-    environment |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
+    environment = inherited(parent, config.harness.pass_env) | endpoints(url) | model_keys(key)
+    environment |= _own(config, rollout_id, attempt, paths) | {"LEYDEN_URL": url, "LEYDEN_KEY": key}
+    if config.grader.harness:
+        environment |= reward_address(url)
+    given = {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
     return Job(
         job_id=harness_job(rollout_id, attempt),
         directory=paths.root,
         argv=rendered_command("harness.command", config.harness.command, known),
         cwd=paths.workspace,
-        env=environment,
+        env=reaching(_host(url), environment, given),
         log=paths.harness_log,
         log_bytes=config.harness.log_bytes,
         fork=bool(config.harness.preload),
@@ -130,10 +133,9 @@ def grader(
     """The job of an attempt's grader. A function runs under `python`, the controller's interpreter."""
     paths = attempt_paths(config.run_dir, rollout_id, attempt)
     known = variables(config, rollout_id, task, paths)
-    environment = _inherited(parent, url) | _own(config, rollout_id, attempt, paths)
-    environment |= {
+    environment = inherited(parent, config.grader.pass_env) | _own(config, rollout_id, attempt, paths)
+    environment |= reward_address(url) | {
         "LEYDEN_KEY": key,
-        "LEYDEN_REWARD_URL": f"{url}/api/reward",
         "LEYDEN_HARNESS_LOG": str(paths.harness_log),
         "LEYDEN_EXIT": str(paths.exit),
     }
@@ -146,7 +148,7 @@ def grader(
         directory=paths.grade,
         argv=argv,
         cwd=paths.workspace,
-        env=environment,
+        env=reaching(_host(url), environment, {}),
         log=paths.grade_log,
         log_bytes=config.harness.log_bytes,
         fork=config.grader.function is not None,
@@ -160,13 +162,14 @@ def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str])
     """What modules see while they are preloaded: the harness's variables without keys and without what names
     a task.
     """
-    environment = _inherited(parent, url) | endpoints(url)
+    environment = inherited(parent, config.harness.pass_env) | endpoints(url)
+    given: dict[str, str] = {}
     for name, text in config.harness.env.items():
         try:
-            environment[name] = render_strictly(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
+            given[name] = render_strictly(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
         except UndefinedError:
             continue
-    return environment
+    return reaching(_host(url), environment, given)
 
 
 def _static_variables(config: RunConfig) -> dict[str, Any]:
@@ -181,14 +184,12 @@ def rendered_command(name: str, command: list[str], known: Mapping[str, Any]) ->
     return tuple(render(f"{name}[{i}]", item, known) for i, item in enumerate(command))
 
 
-def _inherited(parent: Mapping[str, str], url: str) -> dict[str, str]:
-    """The controller's environment without Leyden's own variables; no proxy for the gateway's host."""
-    kept = {n: v for n, v in parent.items() if not n.startswith("LEYDEN_")}
-    host = urlsplit(url).hostname or ""
-    for name in ("NO_PROXY", "no_proxy"):
-        others = [h for h in kept.get(name, "").split(",") if h and h != host]
-        kept[name] = ",".join([*others, host])
-    return kept
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
+def reward_address(url: str) -> dict[str, str]:
+    return {"LEYDEN_REWARD_URL": f"{url}/api/reward"}
 
 
 def endpoints(url: str) -> dict[str, str]:

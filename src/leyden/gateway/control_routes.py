@@ -173,8 +173,11 @@ class ControlApi:
 
     async def finish(self, call: ControlCall) -> Json:
         body: FinishBody = call.body
-        rollout = self.store.rollouts.get(call.rollout_id)
-        if rollout["attempt"] == body.attempt and rollout["reward"] is None and rollout["state"] == "grading":
+        rollout, by_harness = self.store.rollouts.get(call.rollout_id), self.config.grader.harness
+        unscored = rollout["attempt"] == body.attempt and rollout["reward"] is None and rollout["state"] == "grading"
+        if unscored and by_harness and (rollout["timed_out"] or rollout["exit_code"] != 0):
+            self.store.rollouts.reward(call.rollout_id, body.attempt, 0.0, while_running=False)
+        elif unscored:
             reason = f"no reward: {body.reason}" if body.reason else "no reward"
             return self._void(rollout["rollout_id"], body.attempt, reason)
         return self.store.rollouts.finish(rollout["rollout_id"], body.attempt, body.reason)
@@ -294,7 +297,7 @@ class Operation:
     """One route: what it takes, who may call it, what it answers. `most_bytes` bounds the body more than usual.
 
     Where there is no `body` to be read, `takes` is the type of one that the handler reads itself. `hint` ends what is
-    said of a body that is refused.
+    said of a body that is refused. `by_harness`: an agent's key may as well where the harness grades itself.
     """
 
     method: str
@@ -307,6 +310,11 @@ class Operation:
     takes: str | None = None
     most_bytes: int | None = None
     hint: str = ""
+    by_harness: bool = False
+
+    def allowed(self, config: RunConfig) -> frozenset[Scope]:
+        """Whose keys a run takes."""
+        return self.scopes | {Scope.AGENT} if self.by_harness and config.grader.harness else self.scopes
 
 
 _ROLLOUT = "/api/rollouts/{rollout_id}"
@@ -325,7 +333,15 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", f"{_ROLLOUT}/infrastructure", ControlApi.infrastructure, FailureBody),
     Operation("POST", f"{_ROLLOUT}/give-back", ControlApi.give_back, FailureBody),
     Operation("POST", f"{_ROLLOUT}/cancel", ControlApi.cancel, CancelBody),
-    Operation("POST", "/api/reward", ControlApi.reward, RewardBody, scopes=CONTROL | {Scope.GRADER}, hint=SEND_REWARD),
+    Operation(
+        "POST",
+        "/api/reward",
+        ControlApi.reward,
+        RewardBody,
+        scopes=CONTROL | {Scope.GRADER},
+        by_harness=True,
+        hint=SEND_REWARD,
+    ),
     Operation("PUT", "/api/workspace", ControlApi.put_workspace, scopes=frozenset({Scope.WORKSPACE}), takes=GZIP),
     Operation("GET", "/api/workspace", ControlApi.get_workspace, scopes=frozenset({Scope.GRADER}), answers=GZIP),
     Operation(
@@ -353,7 +369,7 @@ def starlette_routes(api: ControlApi) -> list[Route]:
 def _endpoint(api: ControlApi, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            claims = authenticate(request.headers, api.secret, operation.scopes)
+            claims = authenticate(request.headers, api.secret, operation.allowed(api.config))
             answer = await operation.handler(api, await _call(api, operation, request, claims))
         except ClientGone:
             return Response()

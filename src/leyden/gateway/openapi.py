@@ -39,6 +39,8 @@ _ERROR: Json = {
     },
 }
 
+BY_HARNESS = "; agent under grader.harness: true"
+
 
 def document() -> Json:
     """OpenAPI 3.1."""
@@ -66,7 +68,7 @@ def document() -> Json:
 def _operation(operation: Operation) -> Json:
     described: Json = {
         "operationId": operation.handler.__name__,
-        "description": f"Keys: {', '.join(sorted(operation.scopes))}.",
+        "description": f"Keys: {', '.join(sorted(operation.scopes))}{BY_HARNESS if operation.by_harness else ''}.",
         "parameters": [*_path_parameters(operation.path), *(_query_parameters(operation.query))],
         "responses": {
             "200": {"description": "done", "content": {operation.answers: {"schema": _answer(operation.answers)}}},

@@ -135,6 +135,10 @@ def _settings(config: RunConfig, url: str, parent: Mapping[str, str]) -> Launche
     for name in ("launcher", "logs", "attempts"):
         (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
     python = _interpreter(config)
+    for key, names in (("harness.pass_env", config.harness.pass_env), ("grader.pass_env", config.grader.pass_env)):
+        missing = [name for name in names if name not in parent]
+        if missing:
+            raise ConfigError(key, f"{missing[0]} is not set where Leyden was started; set it, or take it out")
     return LauncherSettings(
         state=config.run_dir / "launcher",
         log=config.run_dir / "logs" / "launcher.log",

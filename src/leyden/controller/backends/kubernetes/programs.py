@@ -40,6 +40,8 @@ class Programs:
         rollout, config = claim.rollout, self.config
         known = self._known(rollout)
         env = launch.endpoints(self.url) | self._own(rollout) | {"LEYDEN_URL": self.url}
+        if config.grader.harness:
+            env |= launch.reward_address(self.url)
         env |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
         command = launch.rendered_command("harness.command", config.harness.command, known)
         return self._program(
@@ -61,11 +63,14 @@ class Programs:
         `from_start` the one that it began with."""
         config = self.config
         known = self._known(rollout)
-        env = self._own(rollout) | {
-            "LEYDEN_REWARD_URL": f"{self.url}/api/reward",
-            "LEYDEN_HARNESS_LOG": f"{FILES}/{_LOG}",
-            "LEYDEN_EXIT": f"{FILES}/{_EXIT}",
-        }
+        env = (
+            self._own(rollout)
+            | launch.reward_address(self.url)
+            | {
+                "LEYDEN_HARNESS_LOG": f"{FILES}/{_LOG}",
+                "LEYDEN_EXIT": f"{FILES}/{_EXIT}",
+            }
+        )
         if config.grader.function:
             command: tuple[str, ...] = ("python3", "-m", "leyden.controller.grade", config.grader.function, FILES)
         else:

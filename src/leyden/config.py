@@ -43,7 +43,8 @@ class ModelConfig(Section):
 
     `thinking_history`: earlier reasoning as the chat template shows it, or all of it kept. `continuity`: a request
     whose history means the same goes on from the sampled ids, or (`off`) every request is rendered afresh and linked
-    only where its ids go on from a turn's by themselves.
+    only where its ids go on from a turn's by themselves. `template_kwargs` are variables of the chat template, such as
+    `enable_thinking: false`; a request's own `chat_template_kwargs` are put over them for that request.
     """
 
     path: str
@@ -51,6 +52,7 @@ class ModelConfig(Section):
     renderer: str = "auto"
     context_tokens: PositiveInt = 4096
     thinking_history: Literal["template", "keep"] = "template"
+    template_kwargs: dict[str, bool | int | float | str | None] = {}
     continuity: Literal["semantic", "off"] = "semantic"
 
 

@@ -7,6 +7,7 @@ import yaml
 from leyden.cli.app import dump
 from leyden.config import RunConfig
 from leyden.errors import ConfigError
+from leyden.gateway.render import check_template_kwargs
 from leyden.trainer.folder import checkpoint_step, newest_checkpoint
 from leyden.trainer.tasks import TaskSet, read_tasks
 
@@ -14,6 +15,7 @@ from leyden.trainer.tasks import TaskSet, read_tasks
 def describe(config: RunConfig) -> str:
     """Raises ConfigError for engines that cannot be trained and data files that cannot be read."""
     check_trainable(config)
+    check_template_kwargs(config.model.renderer, config.model.template_kwargs)
     train = read_tasks(config.data.train, "data.train")
     path = config.data.validation
     validation = None if path is None else read_tasks(path, "data.validation")

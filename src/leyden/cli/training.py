@@ -9,6 +9,7 @@ from pathlib import Path
 from leyden.cli.plan import check_trainable
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
+from leyden.gateway.render import check_template_kwargs
 from leyden.trainer.display import Display
 from leyden.types import Json
 
@@ -18,6 +19,7 @@ def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], 
     from leyden.trainer.run import Command, read_data, train
 
     check_trainable(config)
+    check_template_kwargs(config.model.renderer, config.model.template_kwargs)
     data = read_data(config)
     command = Command(run_file, overrides, secret)
     again = shlex.join(["leyden", "train", str(run_file), *overrides])

@@ -32,9 +32,9 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._template = environment.from_string(source)
 
-    def text(self, messages: Sequence[Json], tools: Sequence[Json]) -> str:
+    def text(self, messages: Sequence[Json], tools: Sequence[Json], variables: Json | None = None) -> str:
         known = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
-        return self._template.render(**known, add_generation_prompt=True, **self._special)
+        return self._template.render(**(known | (variables or {})), add_generation_prompt=True, **self._special)
 
 
 def read_chat_template(model_path: str) -> ChatTemplate | None:

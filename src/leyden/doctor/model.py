@@ -9,6 +9,7 @@ from leyden.config import RunConfig
 from leyden.doctor.chat_template import ChatTemplate
 from leyden.doctor.findings import Finding, ok, problem, warning
 from leyden.errors import RequestError
+from leyden.gateway import render
 from leyden.gateway.render import ModelRenderer
 from leyden.types import Json
 
@@ -67,7 +68,7 @@ class Renderer(Protocol):
 
 def load_renderer(config: RunConfig) -> ModelRenderer:
     """Raises ConfigError for a model without tokenizer or renderer."""
-    return ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history)
+    return render.load_renderer(config.model)
 
 
 def check_renderer(renderer: Renderer, name: str) -> Finding:
@@ -133,7 +134,7 @@ def check_template(config: RunConfig, renderer: Renderer, template: ChatTemplate
     """The renderer's text beside that of the folder's template, which a server of the trained model will use."""
     tools = [TOOL] if template.knows_tools else []
     try:
-        shown = template.text(ASKED, tools)
+        shown = template.text(ASKED, tools, config.model.template_kwargs)
     except Exception as error:  # the template is anybody's program
         return warning("template", f"{config.model.path}: its chat template fails: {type(error).__name__}: {error}")
     rendered = renderer.decode(renderer.render(ASKED, tools))

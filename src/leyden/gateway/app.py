@@ -41,7 +41,7 @@ from leyden.gateway.model_routes import KEEP_ALIVE_S, CountEndpoint, Entry, Mode
 from leyden.gateway.models import Models
 from leyden.gateway.ports import owner
 from leyden.gateway.prompt import Prompter
-from leyden.gateway.render import ModelRenderer
+from leyden.gateway.render import ModelRenderer, load_renderer
 from leyden.gateway.sampling import of_training
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
@@ -141,8 +141,10 @@ class _EngineSide:
         config = self._config
         training = of_training(config.sampling)
         if config.engine.render == "engine":
-            return EngineRendered(self._calls, cast(ChatEngine, self._engine), self.models, training)
-        renderer = renderer or ModelRenderer(config.model.path, config.model.renderer, config.model.thinking_history)
+            return EngineRendered(
+                self._calls, cast(ChatEngine, self._engine), self.models, training, config.model.template_kwargs
+            )
+        renderer = renderer or load_renderer(config.model)
         prompter = Prompter(renderer, self._metrics, continuity=config.model.continuity == "semantic")
         return GatewayRendered(self._calls, self._engine, self.models, renderer, prompter, training, self._metrics)
 

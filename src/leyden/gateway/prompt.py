@@ -51,6 +51,12 @@ class Prompter:
         self._bos = renderer.encode("", add_special_tokens=True)[:1]
         self._warned = False
 
+    def of(self, renderer: ModelRenderer) -> Prompter:
+        """The same for another renderer of the model."""
+        if renderer is self._renderer:
+            return self
+        return Prompter(renderer, self._metrics, continuity=self._continuity)
+
     def prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
         """Raises RequestError for content that this renderer cannot show."""
         if request.prompt is not None:

@@ -12,30 +12,76 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from leyden.config import ModelConfig
 from leyden.errors import ConfigError, RequestError
-from leyden.gateway.tokenizer import load
+from leyden.gateway.tokenizer import FastTokenizer, load
+from leyden.protocols.chat import digest
 from leyden.protocols.checks import sampled_object
 from leyden.types import Json
 
 log = logging.getLogger(__name__)
 BLOCK = ("<think>", "</think>")
+RETENTION = frozenset({"preserve_thinking", "preserved_thinking", "clear_thinking"})
+MOST_VARIANTS = 16
 
 
 class ModelRenderer:
     """Renders, bridges and parses for one model. Not thread-safe while one call runs; calls share no state."""
 
-    def __init__(self, model_path: str, renderer: str, thinking_history: Literal["template", "keep"]) -> None:
-        self._tokenizer = load(model_path)
-        keep = _create(self._tokenizer, renderer, model_path, "all")
-        self._keep = keep
-        self._template = keep if thinking_history == "keep" else _create(self._tokenizer, renderer, model_path, None)
+    def __init__(
+        self,
+        model_path: str,
+        renderer: str,
+        thinking_history: Literal["template", "keep"],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tokenizer: FastTokenizer | None = None,
+    ) -> None:
+        self._settings = (model_path, renderer, thinking_history)
+        self.template_kwargs = dict(template_kwargs or {})
+        self._variants: dict[bytes, ModelRenderer] = {}
+        self._tokenizer = tokenizer or load(model_path)
+        shared = (self._tokenizer, renderer, model_path)
+        if thinking_history == "keep":
+            self._keep = self._template = _create(*shared, "all", self.template_kwargs)
+        else:
+            self._template = _create(*shared, None, self.template_kwargs)
+            # Used only where no reasoning stands: what becomes of earlier reasoning is no question there.
+            told = {name: value for name, value in self.template_kwargs.items() if name not in RETENTION}
+            self._keep = _create(*shared, "all", told)
+        keep = self._keep
         self.stop_token_ids: list[int] = list(keep.get_stop_token_ids())
         self._system_leads = _system_leads(keep)
+
+    def variant(self, kwargs: Mapping[str, Any]) -> tuple[ModelRenderer, list[str]]:
+        """With these variables of the template over its own; and the names that the template does not know.
+
+        Raises RequestError for a value that the template does not take.
+        """
+        known = self._template.config.template_field_names()
+        wanted = {name: value for name, value in kwargs.items() if name in known}
+        merged = self.template_kwargs | wanted
+        unknown = [name for name in kwargs if name not in known]
+        if merged == self.template_kwargs or all(
+            _same(getattr(self._template.config, n), v) for n, v in wanted.items()
+        ):
+            return self, unknown
+        key = digest(merged)
+        if key not in self._variants:
+            try:
+                made = ModelRenderer(*self._settings, merged, tokenizer=self._tokenizer)
+            except ConfigError as error:
+                field = "chat_template_kwargs"
+                raise RequestError(f"{field} {wanted!r:.200} is refused: {error}", param=field) from error
+            if len(self._variants) >= MOST_VARIANTS:
+                self._variants.pop(next(iter(self._variants)))
+            self._variants[key] = made
+        return self._variants[key], unknown
 
     def moves(self, messages: Iterable[Json]) -> bool:
         """Whether any of these later messages is shown at the beginning, so that nothing before it stays as it was."""
@@ -165,17 +211,63 @@ def _system_leads(renderer: Any) -> bool:
     return False
 
 
-def _create(tokenizer: Any, renderer: str, model_path: str, retention: str | None) -> Any:
-    from renderers import create_renderer
+def load_renderer(model: ModelConfig) -> ModelRenderer:
+    """What the run file names. Raises ConfigError for a model without tokenizer or renderer."""
+    return ModelRenderer(model.path, model.renderer, model.thinking_history, model.template_kwargs)
+
+
+def check_template_kwargs(renderer: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for variables that the renderer of this name does not take. `auto` says nothing yet."""
+    if kwargs and renderer != "auto":
+        _check_kwargs(_typed(renderer, None), kwargs)
+
+
+def _typed(renderer: str, retention: str | None) -> Any:
+    """The renderer's own settings."""
     from renderers.configs import RendererConfig
 
     settings = {"name": renderer} | ({"thinking_retention": retention} if retention else {})
     try:
-        typed: Any = TypeAdapter(RendererConfig).validate_python(settings)
+        return TypeAdapter(RendererConfig).validate_python(settings)
     except ValidationError as error:
         raise ConfigError("model.renderer", f"{renderer!r} is refused: {error.errors()[0]['msg']}") from error
+
+
+def _check_kwargs(typed: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for variables of the chat template that are unknown, or would be taken as another value."""
+    from renderers.base import merge_chat_template_kwargs
+
+    key = "model.template_kwargs"
+    known = typed.template_field_names()
+    if unknown := [name for name in kwargs if name not in known]:
+        allowed = ", ".join(sorted(known)) or "none"
+        raise ConfigError(key, f"{unknown[0]!r} is not known to the renderer {typed.name!r}; it knows {allowed}")
     try:
-        made = create_renderer(tokenizer, typed)
+        merged = merge_chat_template_kwargs(typed, kwargs)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"])) or "it"
+        raise ConfigError(key, f"{dict(kwargs)!r:.200}: {place}: {problem['msg']}") from error
+    for name, value in kwargs.items():
+        if not _same(getattr(merged, name), value):
+            raise ConfigError(key, f"{name} is {value!r:.80}; the renderer {typed.name!r} reads another value in it")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and true is not 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _create(
+    tokenizer: FastTokenizer, renderer: str, model_path: str, retention: str | None, kwargs: Mapping[str, Any]
+) -> Any:
+    from renderers import create_renderer
+
+    typed = _typed(renderer, retention)
+    if renderer != "auto":
+        _check_kwargs(typed, kwargs)
+    try:
+        made = create_renderer(tokenizer, typed, chat_template_kwargs=kwargs)
     except Exception as error:
         raise ConfigError("model.renderer", f"{renderer!r} does not fit {model_path!r}: {error}") from error
     if type(made).__name__ == "DefaultRenderer":

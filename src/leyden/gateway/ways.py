@@ -82,7 +82,9 @@ class GatewayRendered:
 
     async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
         await self._calls.admitted(attempt)
-        prompt = self._prompter.prompt(attempt.conversations, request)
+        renderer, unknown = self._renderer.variant(request.template_kwargs)
+        self._metrics.ignore(request.protocol, ["chat_template_kwargs"] if unknown else [])
+        prompt = self._prompter.of(renderer).prompt(attempt.conversations, request)
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         generate = self._request(sampling, cast("list[int]", prompt.ids))
         generations = await _all([self._generate(attempt, generate) for _ in range(request.n)])
@@ -94,7 +96,8 @@ class GatewayRendered:
         generation = sampled.generation
         if request.prompt is not None:
             return self._renderer.plain(generation.token_ids_T, generation.stop_string)
-        message = self._renderer.parse(
+        renderer, _ = self._renderer.variant(request.template_kwargs)
+        message = renderer.parse(
             generation.token_ids_T,
             cast("list[int]", sampled.prompt.ids),
             request.tools,
@@ -105,7 +108,8 @@ class GatewayRendered:
         return _first_call(message) if request.one_call else message
 
     async def count(self, attempt: Attempt, request: ChatRequest) -> int:
-        return len(self._prompter.prompt(attempt.conversations, request).ids)
+        renderer, _ = self._renderer.variant(request.template_kwargs)
+        return len(self._prompter.of(renderer).prompt(attempt.conversations, request).ids)
 
     def _count_stop_token(self, generation: Generation) -> None:
         """An engine that leaves it out keeps the policy from learning to stop: the closing token is context then."""
@@ -155,7 +159,10 @@ class GatewayRendered:
 class EngineRendered:
     """`render: engine`."""
 
-    def __init__(self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling) -> None:
+    def __init__(
+        self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling, template_kwargs: Json
+    ) -> None:
+        self._template_kwargs = template_kwargs
         self._calls = calls
         self._engine = engine
         self._models = models
@@ -181,7 +188,14 @@ class EngineRendered:
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         if sampling.max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self._models.context_tokens))
-        return ChatCall(request.messages, request.tools, sampling, request.prompt, calls=request.callable_tools != ())
+        return ChatCall(
+            request.messages,
+            request.tools,
+            sampling,
+            request.prompt,
+            calls=request.callable_tools != (),
+            template_kwargs=self._template_kwargs | request.template_kwargs,
+        )
 
     async def _chat(self, attempt: Attempt, call: ChatCall) -> ChatAnswer:
         """One answer, of one version: what an update cut short is made again."""

@@ -72,6 +72,7 @@ def parse(body: Json, call: Call) -> ChatRequest:
         tools=_tools(body),
         callable_tools=tool_choice.callable_tools,
         one_call=tool_choice.one_call,
+        template_kwargs=field(body, "chat_template_kwargs", dict) or {},
         stop=stop_strings(body, "stop_sequences"),
         max_tokens=integer(body, "max_tokens", 1, required=True),
         stream=field(body, "stream", bool) or False,
@@ -91,6 +92,7 @@ def parse_count(body: Json, call: Call) -> ChatRequest:
         model=field(body, "model", str, required=True),
         messages=_conversation(body, call.recall),
         tools=_tools(body),
+        template_kwargs=field(body, "chat_template_kwargs", dict) or {},
         protocol=PROTOCOL,
     )
 

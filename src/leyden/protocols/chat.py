@@ -40,7 +40,7 @@ class ChatRequest:
     have no effect here.
 
     `callable_tools` names the tools whose calls may be delivered (None: all), `one_call` asks for one call at most.
-    Neither changes what the model is shown.
+    Neither changes what the model is shown; `template_kwargs`, variables of the chat template, do.
     """
 
     model: str
@@ -49,6 +49,7 @@ class ChatRequest:
     tools: list[Json] = field(default_factory=list)
     callable_tools: tuple[str, ...] | None = None
     one_call: bool = False
+    template_kwargs: Json = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     n: int = 1
@@ -69,7 +70,7 @@ class ChatRequest:
         sampling = self.sampling
         parts = (
             [self.model, self.messages, self.prompt, self.tools, self.stop, self.max_tokens, self.n],
-            [self.callable_tools, self.one_call],
+            [self.callable_tools, self.one_call, self.template_kwargs],
             [sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed],
         )
         return digest(parts)

@@ -38,10 +38,7 @@ _OPENAI_CHAT: dict[FieldClass, tuple[str, ...]] = {
         *("store", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
         *("prediction", "prompt_cache_options", "moderation", "web_search_options", "return_token_ids"),
     ),
-    FieldClass.REFUSED: (
-        *("logit_bias", "audio", "modalities", "functions", "function_call", "continue_final_message"),
-        *("add_generation_prompt", "chat_template"),
-    ),
+    FieldClass.REFUSED: (*("logit_bias", "audio", "modalities", "functions", "function_call", "chat_template"),),
 }
 
 _OPENAI_COMPLETIONS: dict[FieldClass, tuple[str, ...]] = {
@@ -139,8 +136,12 @@ _REFUSALS = {
     "add_generation_prompt": "a reply is a message of its own; leave it out",
     "chat_template": "the run's own template shows the messages; leave it out",
 }
-# Servers take these on any of their routes, and no protocol documents them.
-_REFUSED_EVERYWHERE = frozenset({"continue_final_message", "add_generation_prompt"})
+# Servers of open models take these on routes of OpenAI's and Anthropic's protocols, which do not have them.
+EVERYWHERE = {
+    "chat_template_kwargs": FieldClass.HONOURED,
+    "continue_final_message": FieldClass.REFUSED,
+    "add_generation_prompt": FieldClass.REFUSED,
+}
 _HARMLESS: dict[str, Any] = {
     "modalities": ["text"],
     "generationConfig.responseModalities": ["TEXT"],
@@ -158,7 +159,7 @@ def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
     table = FIELDS[protocol]
     ignored = []
     for name, value in body.items():
-        kind = FieldClass.REFUSED if name in _REFUSED_EVERYWHERE else table.get(name, FieldClass.IGNORED)
+        kind = EVERYWHERE.get(name) or table.get(name, FieldClass.IGNORED)
         if value is None or value in ({}, []) or (name in _HARMLESS and value == _HARMLESS[name]):
             continue
         if kind is FieldClass.REFUSED:

@@ -36,6 +36,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
         tools=[_tool(item, path) for path, item in objects(body, "tools")],
         callable_tools=tool_choice.callable_tools,
         one_call=tool_choice.one_call,
+        template_kwargs=field(body, "chat_template_kwargs", dict) or {},
         stop=stop_strings(body, "stop"),
         max_tokens=integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1),
         n=integer(body, "n", 1, MAX_CHOICES) or 1,

@@ -56,6 +56,7 @@ def parse(body: Json, call: Call) -> ChatRequest:
         tools=offered,
         callable_tools=tool_choice.callable_tools,
         one_call=tool_choice.one_call,
+        template_kwargs=field(body, "chat_template_kwargs", dict) or {},
         max_tokens=integer(body, "max_output_tokens", 1),
         stream=field(body, "stream", bool) or False,
         sampling=HarnessSampling(temperature=number(body, "temperature", 0, 2), top_p=number(body, "top_p", 0, 1)),

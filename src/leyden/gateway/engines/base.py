@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,7 +72,8 @@ class GenerateRequest:
 class ChatCall:
     """One call by messages, which the engine renders; or by `prompt`, which it tokenises where it is text.
 
-    `calls` says whether the reply may call tools: without, it is read as text.
+    `calls` says whether the reply may call tools: without, it is read as text. `template_kwargs` are variables of the
+    chat template.
     """
 
     messages: list[Json]
@@ -81,6 +82,7 @@ class ChatCall:
     prompt: str | list[int] | None = None
     version: int = 0
     calls: bool = True
+    template_kwargs: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

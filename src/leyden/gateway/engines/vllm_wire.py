@@ -91,6 +91,8 @@ def chat_body(call: ChatCall, model: str | None) -> Json:
         "logprobs": True,
         "top_logprobs": 0,
     }
+    if call.template_kwargs:
+        body["chat_template_kwargs"] = call.template_kwargs
     if call.tools:
         body |= {"tools": call.tools, "tool_choice": "auto" if call.calls else "none"}
     if call.sampling.max_tokens is not None:
@@ -104,7 +106,8 @@ def tokenize_body(call: ChatCall, model: str | None) -> Json:
     if call.prompt is not None:
         return {**named, "prompt": call.prompt}
     tools = {"tools": call.tools} if call.tools else {}
-    return {**named, "messages": [_message(message) for message in call.messages], **tools}
+    kwargs = {"chat_template_kwargs": call.template_kwargs} if call.template_kwargs else {}
+    return {**named, "messages": [_message(message) for message in call.messages], **tools, **kwargs}
 
 
 def read_generate(answer: Any, request: GenerateRequest) -> Generation:

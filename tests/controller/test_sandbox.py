@@ -201,6 +201,42 @@ async def test_the_workspace_is_the_one_folder_to_write(config: Config, gone: Le
         assert not path.exists()
 
 
+OPENS = """
+import os, stat
+def opens(path):
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY))
+        return True
+    except OSError:
+        return False
+for top in ("/proc", "/sys", "/dev"):
+    for folder, folders, files in os.walk(top):
+        folders[:] = [f for f in folders if not f.isdigit() and f not in ("self", "thread-self")]
+        for path in (os.path.join(folder, name) for name in files):
+            if not stat.S_ISLNK(os.lstat(path).st_mode) and opens(path):
+                print(path)
+        try:
+            os.mkdir(os.path.join(folder, "made"))
+            print(folder)
+            os.rmdir(os.path.join(folder, "made"))
+        except OSError:
+            pass
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/1/mem", "/proc/sys/vm/drop_caches"):
+    assert not opens(path), path
+for path in ("/dev/stdout", "/dev/shm/own"):
+    open(path, "w").close()
+"""
+
+
+@needs_bwrap
+async def test_nothing_of_the_kernel_s_can_be_opened_for_writing(config: Config, gone: Left, tmp_path: Path) -> None:
+    """Whoever has started Leyden: all of /proc but the folders of the sandbox's own processes, /sys and /dev."""
+    devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")}
+    made = config(harness=SANDBOX | {"command": ["python", "-c", OPENS]}, workspace={"keep": "all"})
+    found = set((await told(made, tmp_path)).splitlines())
+    assert found - devices - {"/dev/pts/ptmx"} == {"/dev/shm"}
+
+
 @needs_bwrap
 async def test_processes_of_others_are_not_there(config: Config, gone: Left, tmp_path: Path) -> None:
     """Its parent in there is the sandbox's first process, which it can neither end nor look into."""

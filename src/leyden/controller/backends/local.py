@@ -79,6 +79,7 @@ class LocalBackend:
     def _sandboxed(self, job: Job, tmp: Path, readable: tuple[Path, ...]) -> Job:
         assert self._view is not None
         workspace.empty(tmp)
+        (tmp / sandbox.SHM).mkdir()
         return sandbox.wrap(job, self._view, self._url, tmp, readable=readable, given=self._config.harness.env)
 
     def kill(self, job_id: str, reason: str) -> None:

@@ -1,7 +1,9 @@
 """Bubblewrap around a local job: what it sees, and the command that makes it so (bwrap(1)).
 
     /usr, /etc, the interpreter's environment, `harness.readable`    to read; of /etc what every user may read
-    the workspace; /tmp, a folder of the attempt's own                to write
+    the workspace; /tmp, a folder of the attempt's own, in which      to write
+    /dev/shm lies
+    /proc, of its own processes                                       to write, but if root has started Leyden to read
     127.0.0.1:PORT                                                    the gateway, and no other address
     everything else, and every other process                          is not there
 
@@ -33,6 +35,7 @@ ISOLATION = (
     *("--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"),
 )
 TMP = "/tmp"  # noqa: S108  (the attempt's own)
+SHM = ".shm"
 LOWEST_PORT = 1024
 OTHER_PORT = 8080
 TRIAL_LIMIT_S = 30.0
@@ -42,7 +45,10 @@ PATHS = "import sys, json; print(json.dumps([sys.prefix, sys.base_prefix, *sys.p
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is the same for all jobs of a run. `hidden` are files and folders of /etc that not every user may read."""
+    """What is the same for all jobs of a run. `hidden` are files and folders of /etc that not every user may read.
+
+    `root` has started Leyden, and is who the jobs are to files of the kernel's, without any capability as well.
+    """
 
     bwrap: str
     python: str
@@ -51,6 +57,7 @@ class View:
     readable: tuple[Path, ...]
     grader_readable: tuple[Path, ...]
     hidden: tuple[Path, ...]
+    root: bool = False
 
 
 def look(config: RunConfig, python: str, leyden_python: str, gateway_url: str) -> View:
@@ -78,6 +85,7 @@ def look(config: RunConfig, python: str, leyden_python: str, gateway_url: str) -
         readable=outermost(harness),
         grader_readable=outermost([*harness, *mine]),
         hidden=tuple(private(Path("/etc"))) if os.getuid() == 0 else (),
+        root=os.getuid() == 0,
     )
 
 
@@ -108,6 +116,9 @@ def wrap(job: Job, view: View, url: str, tmp: Path, *, readable: Sequence[Path],
 def mounts(job: Job, view: View, tmp: Path, readable: Sequence[Path]) -> list[str]:
     """In the order in which they are made: a later one lies over an earlier one."""
     found = [*_system(view.hidden), "--proc", "/proc", "--dev", "/dev", "--bind", str(tmp), TMP, "--dir", "/run"]
+    found += ["--bind", str(tmp / SHM), "/dev/shm", "--remount-ro", "/dev"]  # noqa: S108  (the attempt's own)
+    if view.root:
+        found += ["--remount-ro", "/proc"]
     for path in (FIRST_PROGRAM, *readable):
         found += ["--ro-bind", str(path), str(path)]
     covered = any(view.run_dir.is_relative_to(path) for path in readable)

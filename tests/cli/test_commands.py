@@ -17,6 +17,7 @@ from leyden.cli.plan import describe
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.cli.training import closing_lines
 from leyden.config import RunConfig
+from leyden.doctor.preflight import check_backend
 from leyden.errors import ConfigError
 from leyden.run_file import load, parse
 
@@ -24,7 +25,8 @@ CLUSTER = ["controller.backend=kubernetes", "kubernetes={image: a, keeper_image:
 
 
 @pytest.fixture
-def run_file(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path, tokenizer_path: Path) -> Path:
+    (tmp_path / "grade.py").write_text("")
     (tmp_path / "train.jsonl").write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n')
     (tmp_path / "val.jsonl").write_text('{"v": 1}\n{"v": 2}\n')
     path = tmp_path / "run.yaml"
@@ -32,9 +34,9 @@ def run_file(tmp_path: Path) -> Path:
         yaml.safe_dump(
             {
                 "run_dir": "run",
-                "model": {"path": "org/model"},
+                "model": {"path": str(tokenizer_path), "renderer": "qwen3", "context_tokens": 512},
                 "data": {"train": "train.jsonl", "validation": "val.jsonl"},
-                "harness": {"command": ["agent", "--go"]},
+                "harness": {"command": ["true", "--go"]},
                 "grader": {"function": "grade:score"},
                 "trainer": {"steps": 6, "groups_per_step": 2, "group_size": 4},
             }
@@ -112,10 +114,10 @@ def test_a_missing_extra_is_one_line(run_file, tmp_path, command, packages, sett
     assert not (tmp_path / "run").exists()
 
 
-def test_the_settings_are_shown_without_any_extra(run_file):
-    command = [sys.executable, "-c", WITHOUT, "torch transformers kubernetes_asyncio", "train", run_file, "--dry-run"]
+def test_a_dry_run_needs_what_the_run_does(run_file):
+    command = [sys.executable, "-c", WITHOUT, "torch", "train", run_file, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and "# would start" in done.stdout
+    assert (done.returncode, done.stderr) == (1, "error: leyden train needs torch: pip install 'leyden[embedded]'\n")
 
 
 def test_a_task_file_with_a_bad_line(run_file, tmp_path):
@@ -144,17 +146,28 @@ def test_show_of_something_else(tmp_path):
     assert result.stderr == f"error: RUN_DIR: {tmp_path} is not the folder of a run: it has no run.json\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "RUN", "trainer.stepz=1"], ["train", "RUN", "--dry-run"]])
-def test_answers_at_once_because_nothing_heavy_is_imported(run_file, arguments):
+QUICK = {"torch", "transformers", "matplotlib"}
+AT_ONCE = QUICK | {"aiohttp", "pyarrow", "starlette", "renderers"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [(["--help"], AT_ONCE), (["train", "RUN", "trainer.stepz=1"], AT_ONCE), (["train", "RUN", "--dry-run"], QUICK)],
+)
+def test_answers_at_once_because_nothing_heavy_is_imported(run_file, arguments, heavy):
     program = (
         "import sys\nsys.argv = ['leyden', *sys.argv[1:]]\nfrom leyden.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'transformers', 'matplotlib', 'aiohttp', 'pyarrow', 'starlette', 'renderers'}\n"
+        f"heavy = {heavy}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     words = [str(run_file) if word == "RUN" else word for word in arguments]
     result = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     assert result.stderr.splitlines()[-1] == "[]"
+
+
+def plan_of(config: RunConfig) -> str:
+    return describe(config, None, os.environ)
 
 
 def test_dry_run_prints_settings_that_read_back_and_the_plan(config, run_file, tmp_path):
@@ -165,12 +178,13 @@ def test_dry_run_prints_settings_that_read_back_and_the_plan(config, run_file, t
     train, validation = (
         hashlib.sha256((tmp_path / f"{name}.jsonl").read_bytes()).hexdigest()[:12] for name in ("train", "val")
     )
-    assert describe(config).split("# would start\n")[1].splitlines() == [
+    assert plan_of(config).split("# would start\n")[1].splitlines() == [
         "#   gateway     on 127.0.0.1, port any free one",
-        "#   engine      embedded, org/model on auto, 32 slots, 4096 tokens of context",
+        f"#   engine      embedded, {config.model.path} on auto, 32 slots, 512 tokens of context",
         "#   controller  local, 8 harnesses at once",
-        "#   harness     agent --go",
+        "#   harness     true --go",
         "#   grader      function: grade:score",
+        f"#   memory      {check_backend(config)}",
         f"#   training    steps 1 to 6 of 2 groups x 4 = 8 rollouts; 3 tasks, 4.00 epochs (sha256 {train})",
         f"#   validation  2 tasks x 1, only at the ends (sha256 {validation})",
         f"#   run folder  {tmp_path}/run",
@@ -180,11 +194,18 @@ def test_dry_run_prints_settings_that_read_back_and_the_plan(config, run_file, t
 def test_plan_of_a_resume_beside_running_parts(run_file, tmp_path):
     (tmp_path / "run/checkpoints/step-000004").mkdir(parents=True)
     config = load(run_file, ["gateway.url=http://10.0.0.1:80", "controller.start=false", "eval.every=2"])
-    lines = describe(config).split("# would start\n")[1].splitlines()
+    lines = plan_of(config).split("# would start\n")[1].splitlines()
     assert lines[0] == "#   gateway     uses the one at http://10.0.0.1:80"
     assert lines[2] == "#   controller  uses one that already runs"
-    assert lines[5].startswith("#   training    steps 5 to 6 of 2 groups")
-    assert lines[6].startswith("#   validation  2 tasks x 1, every 2 steps")
+    assert lines[6].startswith("#   training    steps 5 to 6 of 2 groups")
+    assert lines[7].startswith("#   validation  2 tasks x 1, every 2 steps")
+
+
+def test_plan_of_a_run_that_is_done(run_file, tmp_path):
+    (tmp_path / "run/checkpoints/step-000006").mkdir(parents=True)
+    assert "#   training    nothing to do: 6 steps are done, trainer.steps is 5, of 2" in plan_of(
+        load(run_file, ["trainer.steps=5"])
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], []])

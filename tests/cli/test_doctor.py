@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from leyden import extras
 from leyden.client.records import Rollout
 from leyden.doctor import access
 from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.checkup import Checkup
-from leyden.doctor.engines import check_trainer
 from leyden.doctor.findings import Finding, Level, problem
 from leyden.doctor.model import COMMAND, TOOL, check_renderer, check_template, round_trip
 from leyden.doctor.rehearsal import Refused, Rehearsed, advice_for, judge_grader, judge_harness
@@ -119,7 +119,19 @@ async def test_a_run_that_is_well(make, tmp_path):
     checkup = await examine(make(grader={"function": "grade:good"}))
     assert [f.line for f in checkup.findings if f.level is not Level.OK] == []
     assert list(levels(checkup)) == [
-        *("folder", "data", "templates", "renderer", "engine", "address", "own gateway", "keys", "harness", "grader")
+        *(
+            "folder",
+            "data",
+            "templates",
+            "training",
+            "renderer",
+            "engine",
+            "address",
+            "own gateway",
+            "keys",
+            "harness",
+            "grader",
+        )
     ]
     assert of(checkup, "data").what == "2 tasks in train.jsonl"
     assert of(checkup, "harness").what == "model calls: 1 openai-chat; exit 0"
@@ -161,6 +173,8 @@ async def test_a_harness_that_does_not_end_is_ended_and_graded(make):
 
 async def test_a_harness_that_is_not_there(make):
     checkup = await examine(make(harness={"command": ["no-such-agent"]}))
+    assert of(checkup, "templates").what.startswith("harness.command: there is no program 'no-such-agent' in ")
+    checkup = await examine(make(harness={"command": ["./no-such-agent"]}))
     assert of(checkup, "harness").level is Level.PROBLEM
     assert "no-such-agent" in of(checkup, "harness").what
     assert of(checkup, "grader").level is Level.SKIPPED
@@ -200,7 +214,7 @@ async def test_a_grader_command_that_posts_nothing(make):
 
 
 async def test_templates_of_the_first_task(make):
-    run_file = make(harness={"command": ["agent", "{{ task.prompt }}"]})
+    run_file = make(harness={"command": [sys.executable, "{{ task.prompt }}"]})
     checkup = await examine(run_file)
     assert of(checkup, "templates").line == (
         "problem  templates    the first task cannot be launched: harness.command[1]: 'dict object' has no attribute "
@@ -224,7 +238,7 @@ async def test_data_that_is_none(make, tmp_path):
 async def test_a_model_without_a_tokenizer(make, tmp_path):
     checkup = await examine(make(model={"path": str(tmp_path)}))
     assert of(checkup, "renderer").level is Level.PROBLEM
-    assert "has no tokenizer.json that loads" in of(checkup, "renderer").what
+    assert "has no tokenizer.json; give a Hugging Face model folder" in of(checkup, "renderer").what
     assert [of(checkup, check).level for check in ("own gateway", "harness", "grader")] == [Level.SKIPPED] * 3
 
 
@@ -237,7 +251,7 @@ async def test_a_folder_that_cannot_be_made(make, tmp_path):
     (tmp_path / "file").write_text("")
     checkup = await examine(make(), f"run_dir={tmp_path}/file/run")
     assert levels(checkup) == {"folder": "problem"}
-    assert of(checkup, "folder").what.startswith("NotADirectoryError: ")
+    assert of(checkup, "folder").what.startswith(f"run_dir: {tmp_path}/file/run cannot be made and written: ")
 
 
 async def test_a_port_that_is_taken_and_an_open_address(make):
@@ -276,12 +290,11 @@ async def test_engines_of_the_run_file(make):
         assert fake.asked == []
 
 
-def test_a_trainer_without_torch(make):
-    config = load(make())
-    finding = check_trainer(config, lambda name: name != "torch")
-    assert finding.line == (
-        "warning  engine       none in the run file, and torch is not installed here; where `leyden train` runs: pip "
-        "install 'leyden[embedded]'"
+async def test_a_trainer_without_torch(make, monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "torch" else name)
+    checkup = await examine(make())
+    assert of(checkup, "training").line == (
+        "warning  training     leyden train needs torch: pip install 'leyden[embedded]'"
     )
 
 
@@ -531,7 +544,7 @@ def test_the_example_with_the_real_mini_swe_agent(tmp_path):
         *data,
     )
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 12, result.stdout
+    assert [line.split()[0] for line in lines] == ["ok"] * 13, result.stdout
     assert lines[-2:] == [
         "ok       harness      model calls: 3 openai-chat; exit 0",
         "ok       grader       reward 0 for what the harness left",

@@ -17,7 +17,8 @@ from leyden.controller.backends.kubernetes.manifest import manifest
 from leyden.controller.backends.kubernetes.programs import Programs
 from leyden.controller.backends.kubernetes.programs import pods as pods_of
 from leyden.doctor.cluster import RIGHTS, restricts
-from leyden.doctor.run_file import check_data, check_templates, claim_of
+from leyden.doctor.manifests import claim_of
+from leyden.doctor.run_file import check_data, check_templates
 from leyden.run_file import load
 from tests.deploy.manifests import DEPLOY, kustomization, objects, one, pods
 
@@ -118,7 +119,7 @@ def test_the_run_file_and_the_manifests_agree(config):
         deployment = one(ALL, "Deployment", name)["spec"]
         assert (deployment["replicas"], deployment["strategy"]["type"]) == (1, "Recreate")
     (generated,) = kustomization("base")["configMapGenerator"]
-    given = {"run.yaml", *map(str, config.kubernetes.files), config.data.train.name}
+    given = {"run.yaml", *(path.name for path in config.kubernetes.files), config.data.train.name}
     assert set(generated["files"]) == given
     image = kustomization("base")["images"]
     assert image == kustomization("doctor")["images"]

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from leyden.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
-from leyden.trainer.embedded.hub import check_supported
+from leyden.trainer.embedded.architecture import check_supported
 from leyden.trainer.embedded.requests import GenerateRequest
 from leyden.trainer.embedded.sampler import Sampler
 from leyden.types import FinishReason
@@ -365,7 +365,7 @@ def test_what_can_never_work_is_refused(make, change, message):
 
 def test_unsupported_models_are_named():
     with pytest.raises(ConfigError, match="300 is over the model's 256"):
-        check_supported(Qwen3Config(max_position_embeddings=256), 300)
+        check_supported(Qwen3Config(max_position_embeddings=256).to_dict(), 300)
     windowed = Qwen3Config(
         max_position_embeddings=256,
         use_sliding_window=True,
@@ -374,5 +374,5 @@ def test_unsupported_models_are_named():
         num_hidden_layers=2,
     )
     with pytest.raises(ConfigError, match="sliding_attention"):
-        check_supported(windowed, 64)
-    check_supported(windowed, 16)
+        check_supported(windowed.to_dict(), 64)
+    check_supported(windowed.to_dict(), 16)

@@ -78,12 +78,12 @@ def train(
 ) -> None:
     """Train; the same command resumes a run that was stopped."""
     config = load(run_file, overrides)
+    need("leyden train", "embedded", *_extras_of_controller(config))
     if dry_run:
         from leyden.cli.plan import describe
 
-        print(visible_lines(describe(config)))
+        print(visible_lines(describe(config, _secret(), os.environ)))
         return
-    need("leyden train", "embedded", *_extras_of_controller(config))
     from leyden.cli.training import run_training
 
     run_training(config, run_file, tuple(overrides or ()), _secret())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import orjson
 from leyden.cli.screen import Screen, TableParts
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
+from leyden.doctor.preflight import before_rollouts
 from leyden.errors import ConfigError
 from leyden.trainer.display import Display, named
 from leyden.trainer.evaluate import EvalResult
@@ -34,6 +36,7 @@ def run_evaluation(
     limit: int | None,
 ) -> None:
     """Print a table and write result.json. Raises ConfigError for options that contradict each other."""
+    before_rollouts(config, secret, os.environ)
     tasks = choose_tasks(config, split, limit)
     samples = choose_samples(ks, samples, config.eval.samples)
     folder = choose_checkpoint(config, checkpoint)

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import yaml
 
 from leyden.cli.app import dump
 from leyden.config import RunConfig
-from leyden.errors import ConfigError
-from leyden.gateway.render import check_template_kwargs
+from leyden.doctor.preflight import before_training, check_backend, unheeded
 from leyden.trainer.folder import checkpoint_step, newest_checkpoint
-from leyden.trainer.tasks import TaskSet, read_tasks
+from leyden.trainer.loop import Data
 
 
-def describe(config: RunConfig) -> str:
-    """Raises ConfigError for engines that cannot be trained and data files that cannot be read."""
-    check_trainable(config)
-    check_template_kwargs(config.model.renderer, config.model.template_kwargs)
-    train = read_tasks(config.data.train, "data.train")
-    path = config.data.validation
-    validation = None if path is None else read_tasks(path, "data.validation")
+def describe(config: RunConfig, secret: bytes | None, parent: Mapping[str, str]) -> str:
+    """Raises what `leyden train` would."""
+    data = before_training(config, secret, parent)
     settings = yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True)
-    return "\n".join([settings, "# would start", *(f"#   {line}" for line in plan(config, train, validation))])
+    lines = [*(f"note: {line}" for line in unheeded(config)), "would start"]
+    return "\n".join([settings, *(f"# {line}" for line in lines), *(f"#   {line}" for line in plan(config, data))])
 
 
-def check_trainable(config: RunConfig) -> None:
-    """Raises ConfigError for engines that the trainer cannot update."""
-    if config.engine.urls or config.engine.kind != "leyden":
-        raise ConfigError(
-            "engine",
-            "the embedded trainer updates no engine but its own: leave engine.urls and engine.kind out to train; "
-            "`leyden gateway` and `leyden eval` take them",
-        )
-
-
-def plan(config: RunConfig, train: TaskSet, validation: TaskSet | None) -> list[str]:
+def plan(config: RunConfig, data: Data) -> list[str]:
     """One line per part of the run."""
     t, gateway, grader = config.trainer, config.gateway, config.grader
+    train, validation = data.train, data.validation
     rollouts = t.groups_per_step * t.group_size
     ways = {"command": grader.command, "function": grader.function, "harness": grader.harness or None}
     way, what = next((name, value) for name, value in ways.items() if value)
@@ -48,7 +37,8 @@ def plan(config: RunConfig, train: TaskSet, validation: TaskSet | None) -> list[
         if config.controller.start else "controller  uses one that already runs",
         f"harness     {' '.join(config.harness.command)}",
         f"grader      {way}: {' '.join(what) if isinstance(what, list) else what}",
-        f"training    steps {_first_step(config)} to {t.steps} of {t.groups_per_step} groups x {t.group_size} = "
+        f"memory      {check_backend(config)}",
+        f"training    {_steps(config)} of {t.groups_per_step} groups x {t.group_size} = "
         f"{rollouts} rollouts; {len(train)} tasks, {t.steps * t.groups_per_step / len(train):.2f} epochs "
         f"(sha256 {train.sha256[:12]})",
     ]  # fmt: skip
@@ -60,7 +50,12 @@ def plan(config: RunConfig, train: TaskSet, validation: TaskSet | None) -> list[
     return lines
 
 
-def _first_step(config: RunConfig) -> int:
-    """1, or the one after the newest checkpoint."""
+def _steps(config: RunConfig) -> str:
+    """`steps 5 to 30`: from the first, or the one after the newest checkpoint."""
     newest = newest_checkpoint(config.run_dir)
-    return 1 + ((newest and checkpoint_step(newest)) or 0)
+    done, last = (newest and checkpoint_step(newest)) or 0, config.trainer.steps
+    return (
+        f"steps {done + 1} to {last}"
+        if done < last
+        else f"nothing to do: {done} steps are done, trainer.steps is {last},"
+    )

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
-from leyden.cli.plan import check_trainable
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
-from leyden.gateway.render import check_template_kwargs
 from leyden.trainer.display import Display
 from leyden.types import Json
 
 
 def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], secret: bytes | None) -> None:
     display = Display()
-    from leyden.trainer.run import Command, read_data, train
+    from leyden.doctor.preflight import before_training, unheeded
+    from leyden.trainer.run import Command, train
 
-    check_trainable(config)
-    check_template_kwargs(config.model.renderer, config.model.template_kwargs)
-    data = read_data(config)
+    data = before_training(config, secret, os.environ)
+    for line in unheeded(config):
+        display.line(f"note: {line}")
     command = Command(run_file, overrides, secret)
     again = shlex.join(["leyden", "train", str(run_file), *overrides])
     try:

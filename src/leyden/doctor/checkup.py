@@ -1,6 +1,6 @@
 """The checks of one run file, in order. Each has a time limit, and none ends the others.
 
-folder, data, templates > renderer, template > engine > gateway, keys > harness, grader
+folder, data, templates, training > renderer, template > engine > gateway, keys > harness, grader
 > the gateway of gateway.url and its keys > the cluster of controller.backend: kubernetes
 """
 
@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
-from leyden.doctor import access, cluster, engines, model, run_file
+from leyden.doctor import access, cluster, engines, model, preflight, run_file
 from leyden.doctor.chat_template import read_chat_template
-from leyden.doctor.findings import Finding, Level, ok, problem, skipped
+from leyden.doctor.findings import Finding, Level, ok, problem, skipped, warning
 from leyden.doctor.place import Place, address_towards, place_of
 from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, rehearsal
 from leyden.errors import LeydenError
-from leyden.gateway.app import check_address, listen
+from leyden.extras import need
+from leyden.gateway.app import check_address, check_port
 from leyden.gateway.render import ModelRenderer
+from leyden.trainer.run import check_same_run, read_data
 from leyden.types import Json
 
 if TYPE_CHECKING:
@@ -61,13 +63,18 @@ class Checkup:
         with contextlib.ExitStack() as stack:
             folder = None
             async with self._checking("folder"):
+                preflight.check_folder(self.config.run_dir)
                 folder = stack.enter_context(private_folder(self.config.run_dir, self._keeps))
                 self._add(ok("folder", f"{self.config.run_dir} can be written"))
             if folder is not None:
                 await self._in(folder)
 
     async def _in(self, folder: Path) -> None:
+        for what in preflight.unheeded(self.config):
+            self._add(warning("run file", what))
         task = await self._tasks(folder)
+        async with self._checking("training"):
+            self._add(await asyncio.to_thread(check_training, self.config))
         renderer = await self._model()
         async with self._checking("engine"):
             self._add(*await engines.check_engines(self.config))
@@ -237,9 +244,21 @@ def private_folder(run_dir: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
             run_dir.rmdir()
 
 
+def check_training(config: RunConfig) -> Finding:
+    """Whether `leyden train` could train this run, in its own words. Raises ConfigError, TrainingError."""
+    if config.engine.urls or config.engine.kind != "leyden":
+        return skipped("training", "engine.urls and engine.kind are for `leyden gateway` and `leyden eval`")
+    check_same_run(config, read_data(config))
+    try:
+        need("leyden train", "embedded")
+    except LeydenError as error:
+        return warning("training", str(error))  # this may be the machine of the gateway or the controller alone
+    return ok("training", preflight.check_backend(config))
+
+
 def check_listening(config: RunConfig, secret: bytes | None) -> Finding:
     """Whether `leyden gateway` could listen where the run file says."""
     check_address(config, secret)
-    with listen(config) as listener:
-        host, port = listener.getsockname()[:2]
-    return ok("address", f"the gateway can listen on {host}, port {port if config.gateway.port else 'any free one'}")
+    check_port(config)
+    port = config.gateway.port or "any free one"
+    return ok("address", f"the gateway can listen on {config.gateway.host}, port {port}")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 
 from leyden.config import RunConfig
-from leyden.doctor.findings import Finding, ok, problem, warning
+from leyden.doctor.findings import Finding, ok, problem
 from leyden.errors import CaptureError, EngineError
-from leyden.extras import EXTRAS
 from leyden.gateway.app import engine_of
 from leyden.gateway.engines import EngineHttp
 
 
 async def check_engines(config: RunConfig) -> list[Finding]:
-    """One finding for each engine; without any, the trainer's own is looked at."""
+    """One finding for each engine; without any, the trainer samples by itself."""
     if not config.engine.urls:
-        return [check_trainer(config, lambda name: find_spec(name) is not None)]
+        return [ok("engine", f"none in the run file: `leyden train` samples by itself on {config.embedded.device}")]
     http = EngineHttp()
     try:
         health = engine_of(config, http).health
@@ -35,13 +33,3 @@ async def check_engine(url: str, kind: str, health: Callable[[str], Awaitable[No
         return problem("engine", what, f"engine.urls must name running engines of kind {kind}")
     served = "answers, and gives ids and log-probs as this run needs them" if kind == "vllm" else "answers"
     return ok("engine", f"{url} {served}")
-
-
-def check_trainer(config: RunConfig, installed: Callable[[str], bool]) -> Finding:
-    """Without engines in the run file, `leyden train` samples by itself."""
-    missing = [name for name in EXTRAS["embedded"] if not installed(name)]
-    if missing:
-        what = f"none in the run file, and {', '.join(missing)} is not installed here"
-        advice = "where `leyden train` runs: pip install 'leyden[embedded]'"
-        return warning("engine", what, advice)
-    return ok("engine", f"none in the run file: `leyden train` samples by itself on {config.embedded.device}")

@@ -20,7 +20,7 @@ from leyden.controller.backends.kubernetes.api import EVENTS, PODS, ClusterError
 from leyden.controller.backends.kubernetes.manifest import Manifest, Program, manifest
 from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.backends.kubernetes.programs import Programs, pods
-from leyden.doctor.run_file import claim_of
+from leyden.doctor.manifests import claim_of
 from leyden.types import Json
 
 PROBE = Path(__file__).with_name("probe.py")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
-from leyden.controller import launch, workspace
+from leyden.controller import workspace
 from leyden.controller.launch import AttemptPaths
 from leyden.doctor.findings import Finding, ok, problem
+from leyden.doctor.manifests import ROLLOUT
+from leyden.doctor.preflight import check_launch
 from leyden.errors import ConfigError, LaunchError
 from leyden.trainer.tasks import TaskSet, read_tasks
 from leyden.types import Json
-
-ROLLOUT = "doctor"
-URL = "http://127.0.0.1:1"
 
 
 def check_data(config: RunConfig) -> tuple[list[Finding], Json | None]:
@@ -37,37 +35,26 @@ def check_data(config: RunConfig) -> tuple[list[Finding], Json | None]:
 
 
 def check_templates(config: RunConfig, task: Json, folder: Path, parent: Mapping[str, str]) -> Finding:
-    """Command, environment and workspace of the first task. `folder` gets an attempt; `parent` is the environment."""
+    """Command, environment and workspace of the first task. `folder` gets an attempt; `parent` is the environment.
+
+    Raises ConfigError for a program that is not there.
+    """
     try:
-        if config.controller.backend == "kubernetes":
-            _render_manifests(config, task)
-        else:
-            _render_local(config.model_copy(update={"run_dir": folder}), task, parent)
+        check_launch(config, task, parent)
+        if config.controller.backend == "local":
+            _prepare(config.model_copy(update={"run_dir": folder}), task)
     except LaunchError as error:
         advice = f"the first task has the fields {', '.join(sorted(task)) or 'none'}"
         return problem("templates", f"the first task cannot be launched: {error}", advice)
     return ok("templates", _rendered(config))
 
 
-def _render_local(config: RunConfig, task: Json, parent: Mapping[str, str]) -> None:
+def _prepare(config: RunConfig, task: Json) -> None:
     paths = AttemptPaths(config.run_dir / "attempts" / ROLLOUT / "1")
     try:
-        launch.harness(config, URL, "key", ROLLOUT, 1, task, parent)
-        if not config.grader.harness:
-            launch.grader(config, URL, "key", ROLLOUT, 1, task, 1, parent, "python")
         workspace.prepare(config, ROLLOUT, task, paths)
     finally:
         workspace.remove(paths.root)
-
-
-def _render_manifests(config: RunConfig, task: Json) -> None:
-    from leyden.controller.backends.kubernetes.manifest import manifest
-    from leyden.controller.backends.kubernetes.programs import Programs, pods
-
-    claim, programs, settings = claim_of(ROLLOUT, task), Programs(config, ROLLOUT, URL), pods(config, "default")
-    manifest(settings, programs.harness(claim))
-    if not config.grader.harness:
-        manifest(settings, programs.grader(claim.rollout, "", 1, b"", {}))
 
 
 def _rendered(config: RunConfig) -> str:
@@ -81,12 +68,3 @@ def _rendered(config: RunConfig) -> str:
     if config.workspace.template or config.workspace.files:
         parts.append("workspace")
     return f"{', '.join(parts)} of the first task"
-
-
-def claim_of(rollout_id: str, task: Json) -> Claim:
-    """A claim of nobody's rollout, with no keys."""
-    known = {
-        "rollout_id": rollout_id, "group_id": "doctor", "kind": "eval", "step": 0, "slot": 0, "member": 0, "task": task,
-        "state": "running", "attempt": 1, "change": 1,
-    }  # fmt: skip
-    return Claim(Rollout.from_json(known), "", "")

@@ -252,6 +252,16 @@ def check_address(config: RunConfig, secret: bytes | None) -> None:
         )
 
 
+def check_port(config: RunConfig) -> None:
+    """Raises ConfigError where the gateway could not listen. The run's own gateway, if it runs, is no obstacle."""
+    with contextlib.suppress(OSError), (config.run_dir / "gateway.lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+    listen(config).close()
+
+
 def listen(config: RunConfig) -> socket.socket:
     """Bind the configured port, else the port of the last start, else any free one."""
     host = "127.0.0.1" if config.gateway.host == "localhost" else config.gateway.host
@@ -267,7 +277,8 @@ def listen(config: RunConfig) -> socket.socket:
         except OSError as error:
             listener.close()
             if port == config.gateway.port:
-                raise ConfigError("gateway.port", _taken(host, port, error)) from error
+                key = "gateway.port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "gateway.host"
+                raise ConfigError(key, _taken(host, port, error)) from error
     raise AssertionError("port 0 always binds or raises")
 
 

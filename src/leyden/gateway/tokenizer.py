@@ -7,14 +7,12 @@ and encoding costs no wrapper. Ids are those of the Hugging Face tokenizer (a te
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from leyden.errors import ConfigError
-
-FILES = ("tokenizer.json", "tokenizer_config.json")
+from leyden.model_files import locate
 
 
 class FastTokenizer:
@@ -51,23 +49,19 @@ def load(model_path: str) -> FastTokenizer:
 
     Raises ConfigError if there is no `tokenizer.json`: models with only a Python tokenizer are not supported.
     """
+    tokenizer = locate(model_path, "tokenizer.json")
     try:
-        tokenizer, settings = (_file(model_path, name) for name in FILES)
-        special = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
-        names = {name: _token_text(special.get(name)) for name in ("unk_token", "eos_token")}
+        settings = locate(model_path, "tokenizer_config.json")
+        special = json.loads(settings.read_text(encoding="utf-8"))
+    except ConfigError:
+        special = {}
+    except ValueError as error:
+        raise ConfigError("model.path", f"{settings} is not JSON: {error}") from None
+    names = {name: _token_text(special.get(name)) for name in ("unk_token", "eos_token")}
+    try:
         return FastTokenizer(Tokenizer.from_file(str(tokenizer)), model_path, names)
     except Exception as error:
-        raise ConfigError(
-            "model.path", f"{model_path!r} has no tokenizer.json that loads ({error}); give a Hugging Face model folder"
-        ) from error
-
-
-def _file(model_path: str, name: str) -> Path:
-    if Path(model_path).is_dir():
-        return Path(model_path) / name
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(model_path, name))
+        raise ConfigError("model.path", f"{tokenizer} cannot be loaded: {error}") from error
 
 
 def _token_text(token: Any) -> str | None:

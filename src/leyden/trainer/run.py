@@ -213,20 +213,39 @@ def _is_a_lost_gateway(error: BaseException | None) -> bool:
 
 
 def write_run_json(config: RunConfig, data: Data) -> None:
-    """Write the resolved configuration and the data's hashes.
+    """Write the resolved configuration and the data's hashes. Raises what `check_same_run` does."""
+    check_same_run(config, data)
+    write_atomically(config.run_dir / "run.json", orjson.dumps(_run_json(config, data), option=orjson.OPT_INDENT_2))
 
-    Raises TrainingError if the run folder was started with another seed, data or group layout: a resume would repeat
+
+def check_same_run(config: RunConfig, data: Data) -> None:
+    """Raises TrainingError if the run folder was started with another seed, data or group layout: a resume would repeat
     or skip tasks.
     """
     path = config.run_dir / "run.json"
-    document = {
+    if not path.exists():
+        return
+    try:
+        before = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); choose another run_dir, or restore it") from None
+    now = _run_json(config, data)
+    for keys in FIXED:
+        old, new = _at(before, keys), _at(now, keys)
+        if old != new:
+            what = "data.train (sha256)" if keys[0] == "data" else ".".join(keys[1:])
+            raise TrainingError(
+                f"{config.run_dir} was started with another {what}: {old!r}, now {new!r}; a resume would not be the "
+                "same run. Set it back, or choose another run_dir"
+            )
+
+
+def _run_json(config: RunConfig, data: Data) -> Json:
+    return {
         "version": __version__,
         "config": config.model_dump(mode="json"),
         "data": {"train": data.train.sha256, "validation": data.validation and data.validation.sha256},
     }
-    if path.exists():
-        _check_same_run(orjson.loads(path.read_bytes()), document, config.run_dir)
-    write_atomically(path, orjson.dumps(document, option=orjson.OPT_INDENT_2))
 
 
 FIXED = (
@@ -237,17 +256,6 @@ FIXED = (
     ("config", "trainer", "group_size"),
     ("config", "model", "path"),
 )
-
-
-def _check_same_run(before: Json, now: Json, run_dir: Path) -> None:
-    for path in FIXED:
-        old, new = _at(before, path), _at(now, path)
-        if old != new:
-            what = "data.train (sha256)" if path[0] == "data" else ".".join(path[1:])
-            raise TrainingError(
-                f"{run_dir} was started with another {what}: {old!r}, now {new!r}; a resume would not be the same "
-                "run. Set it back, or choose another run_dir"
-            )
 
 
 def _at(document: Json, path: Sequence[str]) -> Any:

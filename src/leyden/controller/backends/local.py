@@ -135,11 +135,8 @@ def _settings(config: RunConfig, url: str, parent: Mapping[str, str]) -> Launche
     """Where the run folder's launcher lives and which interpreter runs it; makes the folders."""
     for name in ("launcher", "logs", "attempts"):
         (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    python = _interpreter(config)
-    for key, names in (("harness.pass_env", config.harness.pass_env), ("grader.pass_env", config.grader.pass_env)):
-        missing = [name for name in names if name not in parent]
-        if missing:
-            raise ConfigError(key, f"{missing[0]} is not set where Leyden was started; set it, or take it out")
+    python = interpreter(config)
+    check_passed(config, parent)
     return LauncherSettings(
         state=config.run_dir / "launcher",
         log=config.run_dir / "logs" / "launcher.log",
@@ -156,7 +153,15 @@ def _grader_modules(config: RunConfig, python: str) -> tuple[str, ...]:
     return ("leyden.client.reward",) if forked else ()
 
 
-def _interpreter(config: RunConfig) -> str:
+def check_passed(config: RunConfig, parent: Mapping[str, str]) -> None:
+    """Raises ConfigError for a variable to be passed on that is not set."""
+    for key, names in (("harness.pass_env", config.harness.pass_env), ("grader.pass_env", config.grader.pass_env)):
+        missing = [name for name in names if name not in parent]
+        if missing:
+            raise ConfigError(key, f"{missing[0]} is not set where Leyden was started; set it, or take it out")
+
+
+def interpreter(config: RunConfig) -> str:
     """The absolute path of `harness.python`, or of this interpreter."""
     if config.harness.python is None:
         return sys.executable

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: loading, and what the embedded backend can run."""
+"""Hugging Face model folders: loading."""
 
 from __future__ import annotations
 
@@ -43,23 +43,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def check_supported(config: Any, context_tokens: int) -> None:
-    """Raises ConfigError for a model whose attention the slot cache cannot hold, or a context it was not made
-    for.
-    """
-    config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and context_tokens > limit:
-        raise ConfigError("model.context_tokens", f"{context_tokens} is over the model's {limit} positions")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (window is not None and not hasattr(config, "layer_types"))
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown or (slides and (window is None or window < context_tokens)):
-        raise ConfigError(
-            "model.path",
-            f"layers of kind {sorted(unknown) or 'sliding_attention'} (window {window}) are not supported by the "
-            f"embedded sampler at context_tokens {context_tokens}; full attention is",
-        )

@@ -30,6 +30,7 @@ from leyden.algorithms.padding import pad
 from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig, RunConfig
 from leyden.errors import ConfigError, TrainingError
 from leyden.trainer.embedded import checkpoint, hub
+from leyden.trainer.embedded.architecture import check_supported
 from leyden.trainer.embedded.forward import trained_logprobs
 from leyden.trainer.embedded.sampler import Sampler
 from leyden.trainer.embedded.tally import ProgressCallback, Tally, UpdateMetrics
@@ -63,7 +64,7 @@ class EmbeddedPolicy:
         torch.set_num_threads(embedded.threads or default_threads())
         self.device = _device(embedded.device)
         self.model, self.tokenizer = hub.load(model.path)
-        hub.check_supported(self.model.config, model.context_tokens)
+        check_supported(self.model.config.to_dict(), model.context_tokens)
         self.model.to(self.device)
         self._reference = _frozen_copy(self.model) if algorithm.kl_coef > 0 else None
         self._optimizer = make_optimizer(self.model, optimizer)

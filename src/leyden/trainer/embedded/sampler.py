@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from leyden.errors import EngineError, EngineUnavailable
-from leyden.trainer.embedded.hub import check_supported
+from leyden.trainer.embedded.architecture import check_supported
 from leyden.trainer.embedded.kv import SlotCache, last_logits
 from leyden.trainer.embedded.requests import Active, GenerateRequest, check
 from leyden.trainer.embedded.sampling import sample
@@ -74,7 +74,7 @@ class Sampler:
         seed: int = 0,
         prefill_tokens: int = 8192,
     ) -> None:
-        check_supported(model.config, context_tokens)
+        check_supported(model.config.to_dict(), context_tokens)
         self.model = model.eval()
         self._device = next(model.parameters()).device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)

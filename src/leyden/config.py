@@ -191,6 +191,9 @@ class EngineConfig(Section):
     trainer's own does. `kind` is what they speak: Leyden's own contract, or vLLM's API; `model` is the name they know
     the model by, if they serve several. `render: engine` sends the messages to vLLM as they are, for images and for
     models without a renderer; an update then waits `drain_limit_s` for open calls and makes the rest again after it.
+
+    Engines that are gone are waited for. One that answers GET /health and fails calls is asked no more until it samples
+    a token; a call that such engines fail for `give_up_s` makes its attempt incomplete.
     """
 
     kind: Literal["leyden", "vllm"] = "leyden"
@@ -198,6 +201,7 @@ class EngineConfig(Section):
     render: Literal["gateway", "engine"] = "gateway"
     model: str | None = None
     health_interval_s: PositiveSeconds = 5
+    give_up_s: PositiveSeconds = 120
     drain_limit_s: Annotated[float, Field(ge=0, le=100)] = 30
 
     @field_validator("urls")

@@ -14,6 +14,7 @@
     ├── EngineError            the inference engine failed or broke its contract
     │   ├── EngineUnavailable    connection refused or lost, 5xx: worth another try
     │   ├── EngineRejected       the engine said no (4xx): trying again cannot help
+    │   ├── EngineBroken         it answers /health and samples nothing, for longer than a call waits
     │   └── EngineUnsuitable     as it was started it cannot serve this run; the message names the option to set
     ├── CaptureError           tokens cannot be recorded exactly: the attempt is incomplete
     ├── StoreError             the data base is of another version, or damaged
@@ -21,8 +22,8 @@
     ├── LaunchError            a harness or grader could not be started
     └── TrainingError          a step cannot be computed or resumed
 
-Who retries: the gateway's engine client retries `EngineUnavailable` until the rollout's deadline; the control
-client retries a connection that was refused; nothing else retries.
+Who retries: the gateway's engine client retries `EngineUnavailable`, of engines that answer otherwise for
+`engine.give_up_s`; the control client retries a connection that was refused; nothing else retries.
 A message names the value, the limit and the fix. Catch by type, never by text.
 """
 
@@ -117,6 +118,15 @@ class EngineUnavailable(EngineError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine said that it has no time now, which is no sign of a fault."""
+        return self.status is not None and (400 <= self.status < 500 or self.status == 503)
+
+
+class EngineBroken(EngineError):
+    """It is there, but calls of it fail: no reason to wait for ever, and none to score an agent."""
 
 
 class EngineRejected(EngineError):

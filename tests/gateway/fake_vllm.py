@@ -1,4 +1,6 @@
-"""A server that answers as vLLM 0.32 does on the routes that the gateway uses, from a script."""
+"""A server that answers as vLLM 0.32 does on the routes that the gateway uses, from a script; `/generate` is that of
+Leyden's own contract.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from aiohttp import web
 Json = dict[str, Any]
 Answer = Json | Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 PROBE_IDS, PROBE_CHAT = [1, 2, 3, 4, 5, 6, 7, 8], [{"role": "user", "content": "hi"}]
+OWN = "/generate"
 
 
 def generated(ids: list[int], **changes: Any) -> Json:
@@ -27,6 +30,12 @@ def generated(ids: list[int], **changes: Any) -> Json:
         "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}] if ids else [],
     }
     return {"request_id": "r", "choices": [choice | changes]}
+
+
+def own(ids: list[int], **changes: Any) -> Json:
+    """An answer of Leyden's own contract."""
+    spans = [[0, len(ids)]] if ids else []
+    return {"token_ids": ids, "logprobs": [-0.5] * len(ids), "finish_reason": "stop", "spans": spans} | changes
 
 
 def completed(ids: list[int], **changes: Any) -> Json:
@@ -89,6 +98,11 @@ async def cut_within(request: web.Request, _body: Json) -> web.StreamResponse:
     return response
 
 
+def is_probe(body: Json) -> bool:
+    ids = body.get("token_ids", body.get("prompt", body.get("prompt_ids")))
+    return ids in (PROBE_IDS, [1]) or body.get("messages") == PROBE_CHAT
+
+
 @dataclass
 class FakeVllm:
     """`script` is answered in order, then `default`. `asked` holds path and body of every call but the probes."""
@@ -98,6 +112,7 @@ class FakeVllm:
     default: Answer = field(default_factory=lambda: generated([300, 301, 2]))
     missing: set[str] = field(default_factory=set)
     probe_logprob: float | None = 0.0
+    probe_answer: Answer | None = None
     max_model_len: int = 4096
     healthy: bool = True
     denied: int | None = None
@@ -114,7 +129,7 @@ class FakeVllm:
 
     def app(self) -> web.Application:
         app = web.Application()
-        for path in ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+        for path in (OWN, "/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
             app.router.add_post(path, self._post)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -126,9 +141,10 @@ class FakeVllm:
         if self.denied:
             return web.json_response({"error": "Unauthorized"}, status=self.denied)
         body = await request.json()
-        if body.get("token_ids", body.get("prompt")) == PROBE_IDS or body.get("messages") == PROBE_CHAT:
+        if is_probe(body):
             self.probes += 1
-            return web.json_response(self._probe(request.path))
+            probe = self.probe_answer or self._probe(request.path)
+            return web.json_response(probe) if isinstance(probe, dict) else await probe(request, body)
         self.asked.append((request.path, body))
         self.arrived.set()
         self.open += 1
@@ -143,7 +159,9 @@ class FakeVllm:
             self.open -= 1
 
     def _probe(self, path: str) -> Json:
-        if path == "/v1/chat/completions":
+        if path == OWN:
+            answer = own([5])
+        elif path == "/v1/chat/completions":
             answer = chatted([9], [5])
             answer["choices"][0]["logprobs"]["content"][0]["logprob"] = self.probe_logprob
         elif path == "/v1/completions":

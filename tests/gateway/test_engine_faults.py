@@ -86,13 +86,12 @@ async def test_retry_after_is_a_minimum(gateway: Gateway, vllm: FakeVllm) -> Non
 
 
 @pytest.mark.parametrize("fault", [refused(500, "boom"), raw("<html>")], ids=["500", "no JSON"])
-async def test_a_call_that_breaks_is_tried_again_on_the_rollouts_own_time(
-    gateway: Gateway, vllm: FakeVllm, fault: Any
-) -> None:
-    """Case G20, variant 500: while the deadline allows, which such a call does not move."""
+async def test_a_call_that_breaks_is_tried_again_on_nobodys_time(gateway: Gateway, vllm: FakeVllm, fault: Any) -> None:
+    """Case G20, variant 500: after the engine has shown that it samples."""
     vllm.script = [fault, fault, generated([300, 2])]
     assert (await one_call(gateway)).sampled_T.tolist() == [300, 2]
-    assert (len(vllm.asked), await held_s(gateway)) == (3, 0)
+    assert (len(vllm.asked), vllm.probes) == (3, 3)
+    assert await held_s(gateway) >= 0.15
 
 
 async def test_no_read_time_out(gateway: Gateway, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:

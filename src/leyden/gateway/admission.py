@@ -94,6 +94,7 @@ class Admission:
         self._in_flight = in_flight
         self._drain_limit_s = drain_limit_s
         self._paused = False
+        self._pauses = 0
         self._ready = ready
         self._open = asyncio.Event()
         self._update()
@@ -102,11 +103,17 @@ class Admission:
     def paused(self) -> bool:
         return self._paused
 
+    @property
+    def period(self) -> int | None:
+        """Which period between two pauses it is; None in a pause."""
+        return None if self._paused else self._pauses
+
     async def pause(self) -> None:
-        """Hold calls from now on. Return when none is open that must not span an update: those that do not end within
-        the limit are made again after it.
+        """Hold calls from now on, also those that are not sent yet (`period`). Return when none is open that must not
+        span an update: those that do not end within the limit are made again after it.
         """
         self._paused = True
+        self._pauses += 1
         self._update()
         if not await self._in_flight.drained(self._drain_limit_s) and self._paused:
             self._in_flight.interrupt_draining()

@@ -33,7 +33,7 @@ from leyden.errors import ConfigError, LeydenError
 from leyden.gateway.admission import Admission, InFlight
 from leyden.gateway.calls import EngineCalls
 from leyden.gateway.control_routes import ControlApi, starlette_routes
-from leyden.gateway.engines import ChatEngine, Engine, EngineHttp, LeydenEngine, VllmEngine
+from leyden.gateway.engines import ChatEngine, Engine, EngineHttp, Evidence, LeydenEngine, VllmEngine
 from leyden.gateway.feed import Feed
 from leyden.gateway.http import JsonResponse
 from leyden.gateway.metrics import Metrics
@@ -68,8 +68,7 @@ def build(
     store = Store(config.run_dir / "store.sqlite", feed.notify)
     _settle(store.come_back())
     metrics = Metrics()
-    http = EngineHttp()
-    side = _EngineSide(config, store, engine or engine_of(config, http), metrics)
+    side = _EngineSide(config, store, engine, metrics)
     turns = TurnService(config, store, side.way(renderer), metrics)
     api = ControlApi(config, secret, store, turns, side.admission, side.models, side.watch, feed, metrics)
     entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
@@ -80,7 +79,7 @@ def build(
         watching.add_done_callback(app.state.unwatched)
         yield
         watching.cancel()
-        await http.close()
+        await side.http.close()
         store.close()
 
     app = _App(
@@ -124,18 +123,20 @@ class _App(Starlette):
 class _EngineSide:
     """What stands between the turns and the engines."""
 
-    def __init__(self, config: RunConfig, store: Store, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, config: RunConfig, store: Store, engine: Engine | None, metrics: Metrics) -> None:
         self._config = config
-        self._engine = engine
         self._metrics = metrics
         self.models = Models(store, config.model.name, config.model.context_tokens, metrics)
         if config.engine.urls:
             self.models.adopt(config.engine.urls, lineage=config.run_dir.name)
         in_flight = InFlight(metrics)
         self.admission = Admission(in_flight, config.engine.drain_limit_s, ready=self.models.ready)
-        interval_s = config.engine.health_interval_s
-        self.watch = Watch(self.models, self.admission, in_flight, engine.health, interval_s)
-        self._calls = EngineCalls(store, self.models, self.admission, self.watch, in_flight, metrics)
+        self.http = EngineHttp(lambda: self.admission.period)
+        self._engine = engine or engine_of(config, self.http)
+        interval_s = min(config.engine.health_interval_s, silence_s(config))
+        self.watch = Watch(self.models, self.admission, in_flight, self._engine.health, interval_s)
+        give_up_s = config.engine.give_up_s
+        self._calls = EngineCalls(store, self.models, self.admission, self.watch, in_flight, metrics, give_up_s)
 
     def way(self, renderer: ModelRenderer | None) -> Way:
         config = self._config
@@ -152,10 +153,19 @@ class _EngineSide:
 def engine_of(config: RunConfig, http: EngineHttp) -> Engine:
     """The client of engines that speak what the run file says."""
     settings = config.engine
+    evidence = Evidence(silence_s(config))
     if settings.kind == "leyden":
-        return LeydenEngine(http)
+        return LeydenEngine(http, evidence)
     chat = settings.render == "engine"
-    return VllmEngine(http, settings.model, of_training(config.sampling), config.model.context_tokens, chat=chat)
+    training = of_training(config.sampling)
+    return VllmEngine(http, evidence, settings.model, training, config.model.context_tokens, chat=chat)
+
+
+def silence_s(config: RunConfig) -> float:
+    """How long an engine may answer none of its calls before it is asked for one token. Both waits together take half
+    of what an attempt has: an engine that hangs is found before its attempts are out of time.
+    """
+    return config.harness.timeout_s / 4
 
 
 def _log_failure(watching: asyncio.Task[None]) -> None:

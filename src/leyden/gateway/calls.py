@@ -1,8 +1,9 @@
 """Calls of engines on behalf of attempts: the one place where a call is held, moved to another engine or tried again.
 
-an update, no engine works     the call waits; that time counts against no budget of the rollout
-connection lost, 429, 503      waits and tries again, on another engine if this one is gone; counts against none either
-500 of an engine that works    tries again on the rollout's own time: its deadline ends what never succeeds
+an update, no engine there     the call waits; that time counts against no budget of the rollout
+connection lost, 5xx, 429, no  tries again, on another engine if there is one; counts against none either. The engine is
+  JSON, nothing for too long   asked for one token, and no more calls until it gives that. What the engines that are
+                               there fail for `give_up_s` is given up: the attempt is incomplete
 another 4xx                    one attempt; the engine's words and status go to the harness
 """
 
@@ -11,12 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from leyden.errors import EngineRejected, EngineUnavailable, EngineUnsuitable, LeydenError, RequestError
+from leyden.errors import (
+    CaptureError,
+    EngineBroken,
+    EngineRejected,
+    EngineUnavailable,
+    EngineUnsuitable,
+    LeydenError,
+    RequestError,
+)
 from leyden.gateway.admission import Admission, InFlight, Interrupted
 from leyden.gateway.attempts import Attempt
+from leyden.gateway.engines import NotSent
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
 from leyden.gateway.watch import Watch
@@ -24,11 +36,18 @@ from leyden.store import Store
 
 T = TypeVar("T")
 FIRST_RETRY_S, LONGEST_RETRY_S, LONGEST_RETRY_AFTER_S = 0.05, 2.0, 30.0
-BROKEN_CALL = frozenset({200, 500})
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What one call has met: how often at which engine, and since when without an engine that works in between."""
+
+    at: Counter[str] = field(default_factory=Counter)
+    since: float | None = None
 
 
 class EngineCalls:
-    """Asks the engine of an attempt, for as long as it takes."""
+    """Asks the engine of an attempt, for as long as it takes, or `give_up_s` where engines are there and fail."""
 
     def __init__(
         self,
@@ -38,6 +57,7 @@ class EngineCalls:
         watch: Watch,
         in_flight: InFlight,
         metrics: Metrics,
+        give_up_s: float,
     ) -> None:
         self._store = store
         self._models = models
@@ -45,57 +65,74 @@ class EngineCalls:
         self._watch = watch
         self._in_flight = in_flight
         self._metrics = metrics
+        self._give_up_s = give_up_s
 
     async def admitted(self, attempt: Attempt) -> None:
-        """Return when sampling is allowed. The wait is held time."""
+        """Return when sampling is allowed. The wait is held time. Raises EngineBroken."""
         if not self._admission.open:
             with self.held(attempt, time.monotonic()):
-                await self._admission.wait()
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Engines that are gone are waited for; those that are there and fail, only so long."""
+        while not self._admission.open:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._give_up_s):
+                    await self._admission.wait()
+            if not self._admission.open and not self._admission.paused and self._models.broken:
+                raise EngineBroken(f"no engine has worked for {self._give_up_s:g} s: {self._models.problems}")
 
     async def ask(self, attempt: Attempt, call: Callable[[str, int], Awaitable[T]], *, drains: bool = False) -> T:
         """The answer of `call(url, version)`, `version` being the one that is registered when it is asked.
 
         `drains`: an update waits for the call a while, then it is made again afterwards. Raises RequestError for what
-        the engine rejects, EngineUnsuitable if no engine can serve the run.
+        the engine rejects, EngineUnsuitable if no engine can serve the run, EngineBroken.
         """
-        delay_s = FIRST_RETRY_S
-        failed = False
+        failures = _Failures()
         while True:
             await self.admitted(attempt)
-            url = self._models.choose(attempt.rollout_id)
+            url = self._models.choose(attempt.rollout_id, failures.at)
             start = time.monotonic()
+            if not self._models.checked(url):
+                with self.held(attempt, start):
+                    await self._watch.check(url)
+                continue
             try:
                 with self._metrics.engine_seconds.time(), self._in_flight.call(url, drains=drains):
                     return await call(url, self._models.version)
-            except Interrupted:
+            except (Interrupted, NotSent):
                 with self.held(attempt, start):
-                    await self._admission.wait()
+                    await self._wait()
             except EngineRejected as error:
                 self._note(attempt, error, error.status)
                 raise _refusal(error) from error
             except EngineUnsuitable as error:
                 self._watch.failed(url, error)
+            except CaptureError:
+                await self._watch.check(url)
+                raise
             except EngineUnavailable as error:
                 self._metrics.engine_errors.inc()
-                if not failed:
+                if not failures.at:
                     self._note(attempt, error, error.status)
-                failed = True
-                await self._before_another_try(attempt, url, error, start, delay_s)
-                delay_s = min(2 * delay_s, LONGEST_RETRY_S)
+                with self.held(attempt, start):
+                    await self._before_another_try(url, error, failures)
 
-    async def _before_another_try(
-        self, attempt: Attempt, url: str, error: EngineUnavailable, start: float, delay_s: float
-    ) -> None:
-        """Wait as long as makes sense. `start` is when the call that failed began."""
-        answered = error.status is not None and error.status not in BROKEN_CALL
-        works = answered or await self._watch.check(url)
-        if works and error.status in BROKEN_CALL:
-            await asyncio.sleep(delay_s)
-            return
-        with self.held(attempt, start):
-            if works:
-                await asyncio.sleep(max(delay_s, min(error.retry_after_s, LONGEST_RETRY_AFTER_S)))
-            await self._admission.wait()
+    async def _before_another_try(self, url: str, error: EngineUnavailable, failures: _Failures) -> None:
+        """Wait as long as makes sense. Raises EngineBroken where another try makes none."""
+        failures.at[url] += 1
+        tries, now = failures.at.total(), time.monotonic()
+        if failures.since is None:
+            failures.since = now
+        works = error.busy or await self._watch.check(url)
+        if not works and not self._models.is_broken(url):
+            failures.since = None  # it is gone, and may come back as another
+        elif now - failures.since >= self._give_up_s:
+            raise EngineBroken(f"{error}; the call was made {tries} times")
+        if works:
+            delay_s = min(FIRST_RETRY_S * 2 ** min(tries - 1, 10), LONGEST_RETRY_S)
+            await asyncio.sleep(max(delay_s, min(error.retry_after_s, LONGEST_RETRY_AFTER_S)))
+        await self._wait()
 
     @contextlib.contextmanager
     def held(self, attempt: Attempt, since: float) -> Iterator[None]:

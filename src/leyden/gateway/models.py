@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import MappingProxyType
 
 from leyden.errors import EngineUnsuitable, NotFound
 from leyden.gateway.metrics import Metrics
@@ -16,20 +18,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineState:
-    """`problem` says why an engine is not asked; None: it works, as far as is known. `unsuitable`: it answers, but as
-    it was started it cannot serve this run. `failures` counts checks that failed since it last worked.
+    """`problem` says why an engine is not asked; None: it works, as far as is known, and `checked`, as it has shown.
+    `unsuitable`: it answers, but as it was started it cannot serve this run; `broken`: it answers, but samples nothing.
+    `failures` counts checks that failed since it last worked.
     """
 
     url: str
     problem: str | None = None
+    checked: bool = False
     unsuitable: bool = False
+    broken: bool = False
     failures: int = 0
 
 
 class Models:
     """Registered engines of the run's model, kept in the store so that a restarted gateway knows them.
 
-    A new engine is taken to work until a call or a check shows otherwise.
+    Calls need not wait for a new engine to show that it works: they check it.
     """
 
     def __init__(self, store: Store, name: str, context_tokens: int, metrics: Metrics) -> None:
@@ -78,14 +83,35 @@ class Models:
         known = self._model or {"version": 0, "lineage": lineage, "context_tokens": self._limit}
         self.register(self.name, engines, known["version"], known["lineage"], known["context_tokens"])
 
-    def choose(self, rollout_id: str) -> str:
-        """One engine per rollout, so that its prefix cache is met again: the one that works and draws highest. Where
-        one goes, only its own rollouts move. Raises EngineUnsuitable if none can ever serve.
+    def choose(self, rollout_id: str, failed: Mapping[str, int] = MappingProxyType({})) -> str:
+        """One engine per rollout, so that its prefix cache is met again: the one that works and draws highest, among
+        those at which the call has `failed` least often. Where one goes, only its own rollouts move. Raises
+        EngineUnsuitable if none can ever serve.
         """
         working = [url for url, engine in self._engines.items() if engine.problem is None]
         if not working:
-            raise EngineUnsuitable("; ".join(str(engine.problem) for engine in self._engines.values()))
-        return working[0] if len(working) == 1 else max(working, key=lambda url: _draw(rollout_id, url))
+            raise EngineUnsuitable(self.problems)
+        if len(working) == 1:
+            return working[0]
+        return max(working, key=lambda url: (-failed.get(url, 0), _draw(rollout_id, url)))
+
+    @property
+    def problems(self) -> str:
+        return "; ".join(str(engine.problem) for engine in self._engines.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether no engine works, and one that does not is there all the same."""
+        states = self._engines.values()
+        return all(engine.problem is not None for engine in states) and any(engine.broken for engine in states)
+
+    def is_broken(self, url: str) -> bool:
+        engine = self._engines.get(url)
+        return engine is not None and engine.broken
+
+    def checked(self, url: str) -> bool:
+        engine = self._engines.get(url)
+        return engine is not None and engine.checked
 
     def works(self, url: str) -> bool:
         engine = self._engines.get(url)
@@ -95,17 +121,18 @@ class Models:
         if engine := self._engines.get(url):
             if engine.problem is not None:
                 log.warning("engine %s works again", url)
-            engine.problem, engine.unsuitable, engine.failures = None, False, 0
+            engine.problem, engine.checked, engine.failures = None, True, 0
+            engine.unsuitable = engine.broken = False
             self._metrics.engine_up.labels(url).set(1)
 
-    def down(self, url: str, problem: str, *, unsuitable: bool = False) -> int:
+    def down(self, url: str, problem: str, *, unsuitable: bool = False, broken: bool = False) -> int:
         """Answers how often in a row it has failed."""
         engine = self._engines.get(url)
         if engine is None:
             return 0
-        if engine.problem is None or engine.unsuitable != unsuitable:
+        if engine.problem is None or (engine.unsuitable, engine.broken) != (unsuitable, broken):
             log.error("engine %s is not asked any more: %s", url, problem)
-        engine.problem, engine.unsuitable = problem, unsuitable
+        engine.problem, engine.checked, engine.unsuitable, engine.broken = problem, False, unsuitable, broken
         engine.failures += 1
         self._metrics.engine_up.labels(url).set(0)
         return engine.failures

@@ -16,7 +16,16 @@ import time
 import numpy as np
 
 from leyden.config import RunConfig
-from leyden.errors import BudgetExceeded, CaptureError, Conflict, EngineUnsuitable, RequestError, Unauthorized
+from leyden.errors import (
+    BudgetExceeded,
+    CaptureError,
+    Conflict,
+    EngineBroken,
+    EngineUnsuitable,
+    LeydenError,
+    RequestError,
+    Unauthorized,
+)
 from leyden.gateway.attempts import Attempt, AttemptRecall, Attempts, Delivery
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.prompt import Prompt
@@ -78,7 +87,11 @@ class TurnService:
 
     async def count(self, claims: Claims, request: ChatRequest) -> int:
         """How many tokens the prompt of this request has now."""
-        return await self._way.count(self.attempts.get(claims), request)
+        attempt = self.attempts.get(claims)
+        try:
+            return await self._way.count(attempt, request)
+        except (EngineUnsuitable, EngineBroken) as error:
+            raise self._incomplete(attempt, error) from error
 
     async def _call(self, attempt: Attempt, request: ChatRequest, key: bytes, wire: Json) -> ChatReply:
         self._check_turns(attempt, request.n)
@@ -96,10 +109,9 @@ class TurnService:
             if not self.closing:
                 self._close(turn_ids, TurnState.ABANDONED)
             raise
-        except (CaptureError, EngineUnsuitable) as error:
+        except (CaptureError, EngineUnsuitable, EngineBroken) as error:
             self._close(turn_ids, TurnState.FAILED)
-            self._store.rollouts.mark_incomplete(attempt.rollout_id, attempt.attempt, str(error))
-            raise RequestError(f"the answer cannot be recorded exactly: {error}", code="capture_failed") from error
+            raise self._incomplete(attempt, error) from error
         except BaseException:
             self._close(turn_ids, TurnState.FAILED)
             raise
@@ -113,6 +125,12 @@ class TurnService:
         ]
         prompt_tokens = len(answers[0].prompt.ids)
         return ChatReply(turn_ids[0], self._config.model.name, int(time.time()), prompt_tokens, choices)
+
+    def _incomplete(self, attempt: Attempt, error: LeydenError) -> RequestError:
+        """What the harness hears of an attempt that cannot count."""
+        self._store.rollouts.mark_incomplete(attempt.rollout_id, attempt.attempt, str(error))
+        what = "no engine answers" if isinstance(error, EngineBroken) else "the answer cannot be recorded exactly"
+        return RequestError(f"{what}: {error}", code="capture_failed")
 
     def _check_logprobs(self, generation: Generation) -> None:
         if generation.logprobs_T is None:

@@ -1,6 +1,8 @@
 """Inference engines behind one contract: `generate(prompt ids) -> token ids, log-probs, finish reason, versions`."""
 
 from leyden.gateway.engines.base import ChatAnswer, ChatCall, ChatEngine, Engine, GenerateRequest, Sampling, joined
+from leyden.gateway.engines.connections import NotSent
+from leyden.gateway.engines.evidence import Evidence
 from leyden.gateway.engines.http import EngineHttp
 from leyden.gateway.engines.leyden import LeydenEngine
 from leyden.gateway.engines.vllm import VllmEngine
@@ -11,8 +13,10 @@ __all__ = [
     "ChatEngine",
     "Engine",
     "EngineHttp",
+    "Evidence",
     "GenerateRequest",
     "LeydenEngine",
+    "NotSent",
     "Sampling",
     "VllmEngine",
     "joined",

@@ -94,16 +94,22 @@ class ChatAnswer:
     message: Json
 
 
+class MissingIds(CaptureError):
+    """There are none, where other contradictions come and go: an engine that does not know the option."""
+
+
 class Engine(Protocol):
     """`url` is the base URL of one engine. Each method raises EngineUnavailable (no answer, a broken one, 429, 5xx),
-    EngineRejected (another 4xx) or CaptureError (an answer that cannot be recorded).
+    EngineRejected (another 4xx), CaptureError (an answer that cannot be recorded), or NotSent in a pause.
     """
 
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
         """Sample. `FinishReason.ABORT` says that the engine stopped early: the ids are good, there is more to come."""
 
     async def health(self, url: str) -> None:
-        """Return if the engine works and can do what the run needs."""
+        """Return if the engine works and can do what the run needs: it answers, and where that is not known from its
+        calls, it samples a token.
+        """
 
 
 class ChatEngine(Engine, Protocol):
@@ -128,7 +134,7 @@ def sampled_ids(value: Any) -> list[int]:
     """`value` if it is a list of ids. Raises CaptureError."""
     numbers = isinstance(value, list) and set(map(type, value)) <= {int}
     if not numbers or (value and not 0 <= min(value) <= max(value) <= LARGEST_ID):
-        raise CaptureError("the engine's answer has no token_ids; it must return the ids it sampled")
+        raise MissingIds("the engine's answer has no token_ids; it must return the ids it sampled")
     ids: list[int] = value
     return ids
 
@@ -145,7 +151,7 @@ def prompt_ids(value: Any) -> Ids:
     """The ids of a prompt, from a list or an array. Raises CaptureError."""
     ids = np.asarray(value)
     if ids.dtype.kind != "i" or ids.ndim != 1 or not ids.size or not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
-        raise CaptureError("the engine's answer has no prompt_token_ids; it must return the ids it showed the model")
+        raise MissingIds("the engine's answer has no prompt_token_ids; it must return the ids it showed the model")
     return ids.astype(np.int32, copy=False)
 
 

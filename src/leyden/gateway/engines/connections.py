@@ -10,12 +10,17 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 CONNECT_S = 10.0
+
+
+class NotSent(Exception):
+    """What was to be sent must not be, by the time that there is a connection for it."""
 
 
 class Answer(NamedTuple):
@@ -36,12 +41,19 @@ class Connections:
         self._idle: dict[str, deque[_Connection]] = {}
         self._origins: dict[str, _Origin] = {}
 
-    async def request(self, method: str, url: str, path: str, body: bytes = b"") -> Answer:
-        """The answer to one request for `path` under the base URL `url`."""
+    async def request(
+        self, method: str, url: str, path: str, body: bytes = b"", *, still: Callable[[], bool] = lambda: True
+    ) -> Answer:
+        """The answer to one request for `path` under the base URL `url`. Raises NotSent, with nothing sent, if `still`
+        says no once the connection is there.
+        """
         origin = self._origins.get(url)
         if origin is None:
             origin = self._origins[url] = _Origin.of(url)
         connection = self._take(url) or await origin.connect()
+        if not still():
+            self._keep(url, connection)
+            raise NotSent
         try:
             answer = await connection.send(origin.head(method, path, len(body)) + body)
         except BaseException:

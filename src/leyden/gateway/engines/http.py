@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from leyden.errors import EngineRejected, EngineUnavailable
-from leyden.gateway.engines.connections import Answer, Connections
+from leyden.gateway.engines.connections import Answer, Connections, NotSent
 from leyden.protocols.checks import loads
 from leyden.types import Json
 
@@ -19,19 +20,25 @@ WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429})
 
 class EngineHttp:
     """No read time-out, since the rollout's deadline ends a call, and no limit on connections, since a wave of
-    hundreds of calls is normal. Idle connections are dropped before engines do it.
+    hundreds of calls is normal. Idle connections are dropped before engines do it. `period` numbers the periods between
+    pauses, None is a pause: all that makes an engine work is a POST, and none leaves in a pause.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, period: Callable[[], int | None] = lambda: 0) -> None:
         self._connections = Connections(IDLE_S)
+        self._period = period
 
     async def post(self, url: str, path: str, body: Json) -> Any:
-        """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words."""
+        """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words, NotSent
+        where the period between two pauses in which it was called is over before there is a connection.
+        """
         return parsed(url, await self.post_raw(url, path, body))
 
     async def post_raw(self, url: str, path: str, body: Json) -> bytes:
         """As `post`, unparsed."""
-        answer = await self._request("POST", url, path, orjson.dumps(body))
+        if (period := self._period()) is None:
+            raise NotSent
+        answer = await self._request("POST", url, path, orjson.dumps(body), still=lambda: self._period() == period)
         if 200 <= answer.status < 300:
             return answer.body
         text = f"engine {url} answered {answer.status}: {_message(answer.body)}"
@@ -48,19 +55,22 @@ class EngineHttp:
             raise EngineUnavailable(f"engine {url} did not answer GET {path} within {timeout_s:g} s") from error
         return answer.status, answer.body
 
-    async def alive(self, url: str, timeout_s: float) -> None:
-        """GET /health. Anything but 5xx will do: not every engine has the route."""
+    async def alive(self, url: str, timeout_s: float) -> bytes:
+        """What GET /health says. Anything but 5xx will do: not every engine has the route."""
         status, body = await self.get(url, "/health", timeout_s)
         if status >= 500:
             raise EngineUnavailable(f"engine {url} answered {status} to GET /health: {_message(body)}", status=status)
+        return body
 
     async def close(self) -> None:
         self._connections.close()
 
-    async def _request(self, method: str, url: str, path: str, body: bytes = b"") -> Answer:
+    async def _request(
+        self, method: str, url: str, path: str, body: bytes = b"", still: Callable[[], bool] = lambda: True
+    ) -> Answer:
         try:
-            return await self._connections.request(method, url, path, body)
-        except OSError as error:
+            return await self._connections.request(method, url, path, body, still=still)
+        except (OSError, UnicodeError) as error:  # a host name that is none is a UnicodeError
             raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from leyden.gateway.engines.base import (
     Ends,
     GenerateRequest,
@@ -14,28 +16,57 @@ from leyden.gateway.engines.base import (
     sampled_ids,
     within,
 )
+from leyden.gateway.engines.evidence import Evidence
 from leyden.gateway.engines.http import EngineHttp
 from leyden.types import Generation, VersionSpan
 
 HEALTH_S = 10.0
+_PROBE = GenerateRequest(prompt_ids=[1], max_tokens=1)
 
 
 class LeydenEngine:
     """`POST /generate` takes ids and answers ids, log-probs and the version of each token."""
 
-    def __init__(self, http: EngineHttp) -> None:
+    def __init__(self, http: EngineHttp, evidence: Evidence) -> None:
         self._http = http
+        self._evidence = evidence
+        self._sampled: dict[str, int | None] = {}
         self._ends = Ends()
 
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
+        with self._evidence.call(url):
+            return await self._generate(url, request)
+
+    async def health(self, url: str) -> None:
+        await self._http.alive(url, HEALTH_S)
+        if self._evidence.silent(url) and await self._samples_on(url):
+            self._evidence.heard(url)
+        if self._evidence.doubtful(url):
+            await self._evidence.proof(url, self._generate(url, _PROBE))
+
+    async def _samples_on(self, url: str) -> bool:
+        """Whether there are more tokens than when this was asked last. All places may be taken by long answers."""
+        status, body = await self._http.get(url, "/progress", HEALTH_S)
+        sampled = tokens_so_far(body) if status == 200 else None
+        before, self._sampled[url] = self._sampled.get(url), sampled
+        return sampled is not None and sampled != before
+
+    async def _generate(self, url: str, request: GenerateRequest) -> Generation:
         answer = await self._http.post(url, "/generate", body(request))
         with as_promised():
             generation = within(read(answer), request.max_tokens)
             self._ends.note(url, answer["finish_reason"])
         return generation
 
-    async def health(self, url: str) -> None:
-        await self._http.alive(url, HEALTH_S)
+
+def tokens_so_far(progress: bytes) -> int | None:
+    """`sampled` of an answer to GET /progress, which an engine need not serve: how many tokens it has sampled."""
+    try:
+        said = orjson.loads(progress)
+    except orjson.JSONDecodeError:
+        return None
+    sampled = said.get("sampled") if isinstance(said, dict) else None
+    return sampled if isinstance(sampled, int) else None
 
 
 def body(request: GenerateRequest) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The client of vLLM. Which of its routes gives token ids is found out once per engine, by one token of each.
+"""The client of vLLM. Which of its routes gives token ids is found out by one token of each, when an engine is checked
+for the first time or comes back.
 
 The same token shows whether the engine can serve this run at all. If it cannot, the error names the option to start it
 with, before anything is recorded.
@@ -6,11 +7,19 @@ with, before anything is recorded.
 
 from __future__ import annotations
 
-import asyncio
-
-from leyden.errors import CaptureError, EngineRejected, EngineUnavailable, EngineUnsuitable, NotFound
+from leyden.errors import EngineRejected, EngineUnavailable, EngineUnsuitable, NotFound
 from leyden.gateway.engines import vllm_wire as wire
-from leyden.gateway.engines.base import ChatAnswer, ChatCall, Ends, GenerateRequest, Sampling, as_promised, within
+from leyden.gateway.engines.base import (
+    ChatAnswer,
+    ChatCall,
+    Ends,
+    GenerateRequest,
+    MissingIds,
+    Sampling,
+    as_promised,
+    within,
+)
+from leyden.gateway.engines.evidence import Evidence
 from leyden.gateway.engines.http import EngineHttp, parsed
 from leyden.types import Generation
 
@@ -30,26 +39,33 @@ class VllmEngine:
     """
 
     def __init__(
-        self, http: EngineHttp, model: str | None, training: Sampling, context_tokens: int, *, chat: bool
+        self,
+        http: EngineHttp,
+        evidence: Evidence,
+        model: str | None,
+        training: Sampling,
+        context_tokens: int,
+        *,
+        chat: bool,
     ) -> None:
         self._http = http
+        self._evidence = evidence
         self._model = model
         self._training = training
         self._context_tokens = context_tokens
         self._chat = chat
         self._ends = Ends()
         self._routes: dict[str, str] = {}
-        self._probing: dict[str, asyncio.Lock] = {}
 
     async def generate(self, url: str, request: GenerateRequest) -> Generation:
-        route = await self._route(url)
-        return within(await self._generate(url, route, request), request.max_tokens)
+        if url not in self._routes:
+            raise EngineUnavailable(f"engine {url} has not been checked since it was last down")
+        with self._evidence.call(url):
+            return await self._generate(url, self._routes[url], request)
 
     async def chat(self, url: str, call: ChatCall) -> ChatAnswer:
-        await self._route(url)
-        answer = await self._chat_once(url, call)
-        within(answer.generation, call.sampling.max_tokens)
-        return answer
+        with self._evidence.call(url):
+            return await self._chat_once(url, call)
 
     async def count(self, url: str, call: ChatCall) -> int:
         try:
@@ -69,7 +85,8 @@ class VllmEngine:
         except EngineUnavailable:
             self._routes.pop(url, None)
             raise
-        await self._route(url)
+        if url not in self._routes or self._evidence.doubtful(url):
+            self._routes[url] = await self._evidence.proof(url, self._route(url))
 
     async def _chat_once(self, url: str, call: ChatCall) -> ChatAnswer:
         if call.prompt is None:
@@ -78,13 +95,13 @@ class VllmEngine:
             answer = parsed(url, rest)
             with as_promised():
                 chat = wire.read_chat(answer, call, apart)
-                self._ends.note(url, wire.end_of(answer))
-                return chat
-        answer = await self._http.post(url, wire.COMPLETIONS, wire.prompt_body(call, self._model))
-        with as_promised():
-            plain = wire.read_prompt(answer, call)
-            self._ends.note(url, wire.end_of(answer))
-            return plain
+        else:
+            answer = await self._http.post(url, wire.COMPLETIONS, wire.prompt_body(call, self._model))
+            with as_promised():
+                chat = wire.read_prompt(answer, call)
+        within(chat.generation, call.sampling.max_tokens)
+        self._ends.note(url, wire.end_of(answer))
+        return chat
 
     async def _generate(self, url: str, route: str, request: GenerateRequest) -> Generation:
         by_ids = route == wire.GENERATE
@@ -92,20 +109,15 @@ class VllmEngine:
         answer = await self._http.post(url, route, body)
         with as_promised():
             generation = (wire.read_generate if by_ids else wire.read_completion)(answer, request)
-            self._ends.note(url, wire.end_of(answer))
-        return generation
+        self._ends.note(url, wire.end_of(answer))
+        return within(generation, request.max_tokens)
 
     async def _route(self, url: str) -> str:
         """The route that gives ids. Raises EngineUnsuitable if there is none, or its log-probs are the wrong ones."""
-        if url in self._routes:
-            return self._routes[url]
-        async with self._probing.setdefault(url, asyncio.Lock()):
-            if url not in self._routes:
-                route, probe = await (self._probe_chat(url) if self._chat else self._probe(url))
-                self._check_logprobs(url, probe)
-                await self._check_context(url)
-                self._routes[url] = route
-        return self._routes[url]
+        route, probe = await (self._probe_chat(url) if self._chat else self._probe(url))
+        self._check_logprobs(url, probe)
+        await self._check_context(url)
+        return route
 
     async def _probe(self, url: str) -> tuple[str, Generation]:
         try:
@@ -115,7 +127,7 @@ class VllmEngine:
                 raise
         try:
             return wire.COMPLETIONS, await self._generate(url, wire.COMPLETIONS, _PROBE)
-        except (CaptureError, EngineRejected) as error:
+        except (MissingIds, EngineRejected) as error:
             raise EngineUnsuitable(
                 f"engine {url} gives no token ids: start vLLM with --enable-scale-out ({wire.GENERATE}), or use a "
                 f"version whose {wire.COMPLETIONS} knows return_token_ids. It said: {error}"
@@ -124,7 +136,7 @@ class VllmEngine:
     async def _probe_chat(self, url: str) -> tuple[str, Generation]:
         try:
             return wire.CHAT, (await self._chat_once(url, _CHAT_PROBE)).generation
-        except (CaptureError, EngineRejected) as error:
+        except (MissingIds, EngineRejected) as error:
             if isinstance(error, EngineRejected) and error.status not in NO_ROUTE:
                 raise
             raise EngineUnsuitable(

@@ -1,4 +1,4 @@
-"""The engine contract over HTTP: POST /generate and GET /health, in front of a `Sampler`.
+"""The engine contract over HTTP: POST /generate, GET /health and GET /progress, in front of a `Sampler`.
 
 A caller that hangs up cancels its request: the handler waits for the answer and for the end of the connection,
 whichever comes first.
@@ -44,7 +44,16 @@ def build_app(sampler: Sampler) -> Starlette:
     async def health(_: Request) -> Response:
         return _json({"version": sampler.version, "lineage": sampler.lineage})
 
-    return Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/health", health, methods=["GET"])])
+    async def progress(_: Request) -> Response:
+        return _json({"sampled": sampler.stats.sampled})
+
+    return Starlette(
+        routes=[
+            Route("/generate", generate, methods=["POST"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/progress", progress, methods=["GET"]),
+        ]
+    )
 
 
 def parse(body: bytes) -> GenerateRequest:

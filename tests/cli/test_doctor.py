@@ -23,7 +23,7 @@ from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.checkup import Checkup
 from leyden.doctor.findings import Finding, Level, problem
 from leyden.doctor.model import COMMAND, TOOL, check_renderer, check_template, round_trip
-from leyden.doctor.rehearsal import Refused, Rehearsed, advice_for, judge_grader, judge_harness
+from leyden.doctor.rehearsal import Refused, Rehearsed, advice_for, judge_grader, judge_harness, judge_wishes
 from leyden.gateway.render import ModelRenderer
 from leyden.run_file import load
 from leyden.types import RolloutState
@@ -550,3 +550,10 @@ def test_the_example_with_the_real_mini_swe_agent(tmp_path):
         "ok       grader       reward 0 for what the harness left",
     ]
     assert result.returncode == 0
+
+
+def test_what_the_harness_asks_for_and_does_not_get_is_a_warning() -> None:
+    assert judge_wishes(seen()) == []
+    (finding,) = judge_wishes(seen(unmet={"tool_choice": 2, "response_format": 1}))
+    assert finding.line.startswith("warning")
+    assert finding.line.endswith("the harness asks for what it does not get: response_format, tool_choice")

@@ -192,6 +192,11 @@ class ControlClient:
     async def health(self) -> Json:
         return await self._json("GET", "/health")
 
+    async def unmet(self) -> dict[str, int]:
+        """What harnesses asked for and did not get since the gateway started, in how many calls."""
+        calls: dict[str, int] = (await self._json("GET", "/api/unmet"))["unmet"]
+        return calls
+
     async def metrics(self) -> str:
         """Prometheus text."""
         return (await self._bytes("GET", "/metrics")).decode()

@@ -21,7 +21,7 @@ from leyden.doctor import access, cluster, engines, model, preflight, run_file
 from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.findings import Finding, Level, ok, problem, skipped, warning
 from leyden.doctor.place import Place, address_towards, place_of
-from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, rehearsal
+from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, judge_wishes, rehearsal
 from leyden.errors import LeydenError
 from leyden.extras import need
 from leyden.gateway.app import check_address, check_port
@@ -190,7 +190,7 @@ class Checkup:
         async with self._checking("harness", self.patience_s + MARGIN_S):
             seen = await own.run(task, self.patience_s)
             found = judge_harness(seen), judge_grader(seen, by_harness=self.config.grader.harness)
-            self._add(*found)
+            self._add(*found, *judge_wishes(seen))
             if any(f.level is Level.PROBLEM for f in found):
                 self.kept = folder
 

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +24,7 @@ from leyden.config import EngineConfig, RunConfig
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.loop import run_controller
 from leyden.doctor.access import error_text
-from leyden.doctor.findings import Finding, ok, problem, skipped
+from leyden.doctor.findings import Finding, ok, problem, skipped, warning
 from leyden.doctor.place import Place, free_port
 from leyden.doctor.stand_in import StandIn
 from leyden.gateway.app import build
@@ -67,6 +67,7 @@ class Rehearsed:
     error: str | None
     harness_log: tuple[str, ...]
     grader_log: tuple[str, ...]
+    unmet: Mapping[str, int] = field(default_factory=dict)
 
 
 class Rehearsal:
@@ -93,6 +94,7 @@ class Rehearsal:
                 error = await _over(client, rollout_id, controller, limit_s)
                 rollout = await client.rollout(rollout_id)
                 turns = await client.turns([rollout_id])
+                unmet = await client.unmet()
             finally:
                 stop.set()
                 await asyncio.wait({controller}, timeout=STOP_S)
@@ -106,6 +108,7 @@ class Rehearsal:
             error=error,
             harness_log=last_lines(paths.harness_log),
             grader_log=last_lines(paths.grade_log),
+            unmet=unmet,
         )
 
 
@@ -194,6 +197,14 @@ def judge_harness(seen: Rehearsed) -> Finding:
         "harness.env"
     )
     return problem("harness", f"it made no model call; {_end(seen)}", advice, seen.harness_log)
+
+
+def judge_wishes(seen: Rehearsed) -> list[Finding]:
+    """A warning of what the harness asked for and did not get, if there is anything."""
+    if not seen.unmet:
+        return []
+    advice = "docs/protocols.md says what has effect; model.template_kwargs sets variables of the chat template"
+    return [warning("wishes", f"the harness asks for what it does not get: {', '.join(sorted(seen.unmet))}", advice)]
 
 
 def judge_grader(seen: Rehearsed, *, by_harness: bool) -> Finding:

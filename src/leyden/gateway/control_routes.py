@@ -279,6 +279,10 @@ class ControlApi:
 
         return Response(await asyncio.to_thread(read), media_type=ARROW)
 
+    async def list_unmet(self, _call: ControlCall) -> Json:
+        """What harnesses asked for and did not get since the gateway started, in how many calls."""
+        return {"unmet": dict(self.turns.wishes.calls)}
+
     async def read_metrics(self, _call: ControlCall) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -358,6 +362,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", "/api/pause", ControlApi.pause),
     Operation("POST", "/api/resume", ControlApi.resume),
     Operation("POST", "/api/turns", ControlApi.read_turns, RolloutIds, answers=ARROW),
+    Operation("GET", "/api/unmet", ControlApi.list_unmet),
     Operation("GET", "/metrics", ControlApi.read_metrics, answers="text/plain"),
 )
 

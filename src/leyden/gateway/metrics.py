@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from leyden.protocols.fields import EVERYWHERE, FIELDS
+from leyden.protocols.wishes import label
 
 
 class Metrics:
@@ -49,7 +49,7 @@ class Metrics:
     def ignore(self, protocol: str, fields: Iterable[str]) -> None:
         """Count fields without effect. Names that are not in the table count as one, since anybody may invent them."""
         for field in fields:
-            self.ignored.labels(field if field in FIELDS[protocol] or field in EVERYWHERE else "other").inc()
+            self.ignored.labels(label(protocol, field)).inc()
 
     def text(self) -> bytes:
         text: bytes = generate_latest(self.registry)

@@ -48,6 +48,7 @@ class TurnService:
         self._way = way
         self._metrics = metrics
         self.attempts = Attempts(store, config.model.name)
+        self.wishes = way.wishes
         self.closing = False
 
     async def answer(self, claims: Claims, request: ChatRequest, *, retried: bool, wire: Json) -> Delivery:
@@ -96,6 +97,7 @@ class TurnService:
     async def _call(self, attempt: Attempt, request: ChatRequest, key: bytes, wire: Json) -> ChatReply:
         self._check_turns(attempt, request.n)
         self._metrics.ignore(request.protocol, request.ignored)
+        self.wishes.note(request.unmet)
         kept_wire = wire if self._config.gateway.keep_wire else None
         turn_ids = [
             self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire)

@@ -24,6 +24,7 @@ from leyden.gateway.models import Models
 from leyden.gateway.prompt import Prompt, Prompter
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.sampling import of_call
+from leyden.gateway.wishes import Wishes
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
 from leyden.protocols.checks import sampled_object
@@ -47,6 +48,8 @@ class Sampled:
 
 
 class Way(Protocol):
+    wishes: Wishes
+
     async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
         """`request.n` answers. Raises RequestError for what cannot be answered, CaptureError for what cannot be
         recorded, EngineUnsuitable if no engine can serve the run.
@@ -72,6 +75,7 @@ class GatewayRendered:
         training: Sampling,
         metrics: Metrics,
     ) -> None:
+        self.wishes = Wishes()
         self._calls = calls
         self._engine = engine
         self._models = models
@@ -83,7 +87,9 @@ class GatewayRendered:
     async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
         await self._calls.admitted(attempt)
         renderer, unknown = self._renderer.variant(request.template_kwargs)
-        self._metrics.ignore(request.protocol, ["chat_template_kwargs"] if unknown else [])
+        if unknown:
+            self._metrics.ignore(request.protocol, ["chat_template_kwargs"])
+            self.wishes.note(["chat_template_kwargs"])
         prompt = self._prompter.of(renderer).prompt(attempt.conversations, request)
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         generate = self._request(sampling, cast("list[int]", prompt.ids))
@@ -162,6 +168,7 @@ class EngineRendered:
     def __init__(
         self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling, template_kwargs: Json
     ) -> None:
+        self.wishes = Wishes()
         self._template_kwargs = template_kwargs
         self._calls = calls
         self._engine = engine

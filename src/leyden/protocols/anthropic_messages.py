@@ -45,12 +45,14 @@ from leyden.protocols.checks import (
 )
 from leyden.protocols.choice import of_anthropic
 from leyden.protocols.fields import check_fields
+from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
 PROTOCOL = "anthropic-messages"
 KEEP_ALIVE = event({"type": "ping"}, "ping")
 CLIENT_METADATA = "x-anthropic-billing-header"
 SIGNATURE = re.compile(r"leyden-turn-(\d{1,18})")
+_VERSION = re.compile(r"_\d{8}$")
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -66,6 +68,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     ignored = check_fields(PROTOCOL, body)
     tool_choice = of_anthropic(body)
+    ignored += _left_out(body)
+    ignored += ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_conversation(body, call.recall),
@@ -82,7 +86,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
         ),
         protocol=PROTOCOL,
-        ignored=(*ignored, *(("tool_choice",) if tool_choice.forced else ())),
+        ignored=ignored,
+        unmet=unmet(PROTOCOL, body, ignored),
     )
 
 
@@ -284,6 +289,12 @@ def _tool_use(block: Json, path: str) -> Json:
 
 def _tools(body: Json) -> list[Json]:
     return [_tool(item, path) for path, item in objects(body, "tools") if not _known_to_anthropic_alone(item)]
+
+
+def _left_out(body: Json) -> tuple[str, ...]:
+    """The kinds of tools that the model is not shown, without the dates of their versions."""
+    kinds = [str(item["type"]) for _, item in objects(body, "tools") if _known_to_anthropic_alone(item)]
+    return tuple(f"tools.{_VERSION.sub('', kind)}" for kind in kinds)
 
 
 def _known_to_anthropic_alone(tool: Json) -> bool:

@@ -35,6 +35,7 @@ from leyden.protocols.chat import (
 from leyden.protocols.checks import arguments_object, field, integer, number, objects, stop_strings
 from leyden.protocols.choice import of_gemini
 from leyden.protocols.fields import check_fields
+from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
 PROTOCOL = "gemini"
@@ -51,6 +52,7 @@ STATUS = {
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
 }
+_FUNCTIONS = "functionDeclarations"
 _PLAIN_ALPHABET = str.maketrans("-_", "+/")
 _SNAKE = re.compile(r"(?<=[a-zA-Z0-9])_([a-z0-9])")
 _SIGNATURE = re.compile(rb"leyden-turn-(\d{1,18})")
@@ -116,11 +118,14 @@ def models(names: list[str]) -> Json:
 def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = False) -> ChatRequest:
     config = _named(field(body, "generationConfig", dict) or {})
     given = {name: value for name, value in body.items() if name != "generationConfig"}
-    ignored = check_fields(PROTOCOL, given | {f"generationConfig.{name}": value for name, value in config.items()})
+    given |= {f"generationConfig.{name}": value for name, value in config.items()}
+    ignored = check_fields(PROTOCOL, given)
     path = "generationConfig"
     top_k = number(config, "topK", 0, 2**31, path=path)
     tool_config = _named(field(body, "toolConfig", dict) or {})
     tool_choice = of_gemini(_named(field(tool_config, "functionCallingConfig", dict, path="toolConfig") or {}))
+    ignored += tuple(f"tools.{name}" for _, tool in _each(body, "tools") for name in tool if name != _FUNCTIONS)
+    ignored += ("toolConfig",) if tool_choice.forced else ()
     return ChatRequest(
         protocol=PROTOCOL,
         model=call.path["model"],
@@ -138,7 +143,8 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
             top_k=None if top_k is None else int(top_k),
             seed=integer(config, "seed", path=path),
         ),
-        ignored=(*ignored, *(("toolConfig",) if tool_choice.forced else ())),
+        ignored=ignored,
+        unmet=unmet(PROTOCOL, given, ignored),
     )
 
 
@@ -275,7 +281,7 @@ def _shown(part: Json, path: str) -> str | Json:
 
 def _declarations(body: Json) -> Iterator[tuple[str, Json]]:
     for path, tool in _each(body, "tools"):
-        yield from _each(tool, "functionDeclarations", path)
+        yield from _each(tool, _FUNCTIONS, path)
 
 
 def _tool(declared: Json, path: str) -> Json:

@@ -15,6 +15,7 @@ from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, Harn
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
+from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-chat"
@@ -30,6 +31,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
         raise RequestError("messages is empty; send at least one message", param="messages")
     stream_options = field(body, "stream_options", dict) or {}
     tool_choice = of_openai(body)
+    ignored += ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=[_message(item, path) for path, item in messages],
@@ -48,7 +50,8 @@ def parse(body: Json, _call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
             seed=integer(body, "seed"),
         ),
-        ignored=(*ignored, *(("tool_choice",) if tool_choice.forced else ())),
+        ignored=ignored,
+        unmet=unmet(PROTOCOL, body, ignored),
     )
 
 

@@ -14,6 +14,7 @@ from leyden.protocols import openai_chat
 from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, event
 from leyden.protocols.checks import field, integer, kind_of, number, stop_strings
 from leyden.protocols.fields import check_fields
+from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-completions"
@@ -46,6 +47,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
             seed=integer(body, "seed"),
         ),
         ignored=ignored,
+        unmet=unmet(PROTOCOL, body, ignored),
     )
 
 

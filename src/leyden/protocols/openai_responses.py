@@ -11,6 +11,7 @@ from leyden.protocols.checks import field, integer, kind_of, number, objects
 from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
 from leyden.protocols.openai_responses_items import handle, input_messages, item_events, output_items
+from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-responses"
@@ -49,7 +50,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
     include = [str(name) for name in field(body, "include", list) or []]
     store = field(body, "store", bool)
     tool_choice = of_openai(body)
-    forced = ("tool_choice",) if tool_choice.forced else ()
+    ignored += ("tool_choice",) if tool_choice.forced else ()
+    ignored += (*left_out, *(f"include.{name}" for name in include if name != _ENCRYPTED))
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_messages(body, call.recall),
@@ -63,7 +65,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
         protocol=PROTOCOL,
         store=True if store is None else store,
         echo={name: body[name] for name in _ECHO if body.get(name) is not None},
-        ignored=(*ignored, *forced, *left_out, *(f"include.{name}" for name in include if name != _ENCRYPTED)),
+        ignored=ignored,
+        unmet=unmet(PROTOCOL, body, ignored),
     )
 
 

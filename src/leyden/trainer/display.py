@@ -84,6 +84,8 @@ def step_line(line: Json, steps: int) -> str:
         parts.append(f"forks {named(line['forks'])}")
     if limits := {k: v for k, v in (line.get("sample_limits") or {}).items() if v}:
         parts.append(named(limits))
+    if line.get("unmet"):
+        parts.append(f"asked for and not given: {named(line['unmet'])}")
     if line.get("trained_tokens"):
         parts.append(f"{line['trained_tokens']} tokens")
     parts += [f"{label} {line[key]:.3g}" for key, label in _NUMBERS if line.get(key) is not None]

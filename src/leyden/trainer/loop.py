@@ -35,7 +35,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -105,7 +106,7 @@ class Data:
 
 class Loop:
     """One start of a run. `engines` are the URLs that serve the policy; `cursor` is what the checkpoint
-    holds.
+    holds. `unmet` answers what harnesses have asked for and not got so far, in how many calls.
     """
 
     def __init__(
@@ -118,7 +119,10 @@ class Loop:
         data: Data,
         cursor: Cursor,
         display: Display,
+        unmet: Callable[[], Awaitable[Mapping[str, int]]] | None = None,
     ) -> None:
+        self._unmet = unmet
+        self._told: Counter[str] = Counter()
         self._config = config
         self._client = client
         self._policy = policy
@@ -193,7 +197,8 @@ class Loop:
         """Writes 3 to 7 of a step."""
         if why := nothing_to_learn(batch):
             self._cursor = Cursor(step, self._cursor.version)
-            line = self._append("skip", {"why": why, **measure(collected, batch, {}, timer.seconds)})
+            numbers = measure(collected, batch, {}, timer.seconds)
+            line = self._append("skip", {"why": why, **numbers, "unmet": await self._not_given()})
         else:
             self._display.live(f"step {step}  updating on {len(batch.samples)} samples")
             self._updating = True
@@ -201,13 +206,23 @@ class Loop:
                 stats = await asyncio.to_thread(self._policy.update, batch)
             self._cursor = Cursor(step, self._cursor.version + 1)
             self._updating = False
-            line = self._append("step", measure(collected, batch, stats, timer.seconds))
+            numbers = measure(collected, batch, stats, timer.seconds)
+            line = self._append("step", {**numbers, "unmet": await self._not_given()})
             await self._publish()
         self._show(line)
         if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
             await asyncio.to_thread(self._save)
         await self._client.consume([group.group_id for group in groups])
         self._count_empty(collected, batch)
+
+    async def _not_given(self) -> Json:
+        """What harnesses asked for and did not get since the last step. A gateway that starts again counts from 0."""
+        if self._unmet is None:
+            return {}
+        now = Counter(await self._unmet())
+        since = now - self._told if now >= self._told else now
+        self._told = now
+        return dict(since)
 
     async def _publish(self) -> None:
         """The engine first, then the gateway: what the gateway announces is what is served."""

@@ -13,7 +13,7 @@ from leyden.trainer.metrics import current
 from leyden.types import Json
 
 COUNTED = ("rollouts", "attempts", "turns", "sampled_tokens", "samples", "trained_tokens")
-COUNTED_BY_NAME = ("excluded", "forks", "sample_limits")
+COUNTED_BY_NAME = ("excluded", "forks", "sample_limits", "unmet")
 
 
 def summarize(lines: Sequence[Json]) -> Json:

@@ -73,6 +73,7 @@ async def train(config: RunConfig, data: Data, command: Command, display: Displa
                 data=data,
                 cursor=running.cursor,
                 display=display,
+                unmet=client.unmet,
             )
             return await _unless_a_child_ends(loop.run(), children)
 

@@ -78,11 +78,12 @@ def spread(rollout):
     return Ending(reward=float(rollout.member))
 
 
-def loop(config, control, policy, screen=None):
+def loop(config, control, policy, screen=None, unmet=None):
     console = Console(file=screen or io.StringIO(), width=1000)
     data = Data(read_tasks(config.data.train), read_tasks(config.data.validation))
     return Loop(
-        config, control, policy, engines=["http://engine"], data=data, cursor=policy.load(), display=Display(console)
+        config, control, policy, engines=["http://engine"], data=data, cursor=policy.load(), display=Display(console),
+        unmet=unmet,
     )  # fmt: skip
 
 
@@ -253,3 +254,19 @@ def test_when_to_evaluate(config):
     assert due(at_start=False, every=5) == [5, 10]
     assert due(at_end=False, every=5) == [0, 5, 10]
     assert due(at_start=False, at_end=False) == []
+
+
+async def test_what_harnesses_asked_for_and_did_not_get_stands_in_the_step_line(config):
+    """What is new since the step before; a gateway that starts again counts from 0."""
+    counts = iter([{"tool_choice": 3}, {"tool_choice": 5, "text": 1}, {"text": 1}, {"text": 1}])
+
+    async def unmet():
+        return next(counts)
+
+    screen = io.StringIO()
+    control = ScriptedControl(spread)
+    summary = await loop(config, control, CountingPolicy(config.run_dir), screen, unmet).run()
+    steps = [line for line in read_metrics(config.run_dir / "metrics.jsonl") if line["event"] == "step"]
+    assert [line["unmet"] for line in steps] == [{"tool_choice": 3}, {"tool_choice": 2, "text": 1}, {"text": 1}, {}]
+    assert summary["counts"]["unmet"] == {"tool_choice": 5, "text": 2}
+    assert " | asked for and not given: tool_choice 2, text 1 | " in screen.getvalue()

@@ -48,6 +48,7 @@ REFUSED = [
     ("harness.command=['{{ task.q }}']", "harness.command[0]: 'dict object' has no attribute 'q'"),
     ("harness.command=[sh, -c, 'echo {{ x']", "harness.command[2]: the template 'echo {{ x' cannot be rendered"),
     ("harness.command=[awk, '{% c']", "harness.command[1]: the template '{% c' cannot be rendered"),
+    ("harness.command=[docker, ps, --format, '{{.ID}}']", "are meant as they stand write {{ '{{' }} or {{ '{%' }}"),
     ("harness.env.A='{{ nothing }}'", "harness.env.A: 'nothing' is undefined"),
     ("harness.python=/no/python", "harness.python: '/no/python' is not an executable"),
     ("harness.python=no-such-python", "harness.python: 'no-such-python' is not an executable"),

@@ -112,6 +112,11 @@ def test_templates_render_text_as_it_is() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["echo ${#a[@]}", "awk '{# c' x", "{# not a comment #}", "{#", "#}", "a{#b#}c"])
+def test_a_command_has_no_comments(text: str) -> None:
+    assert render("harness.command[0]", text, {}) == text
+
+
 def test_ids_that_are_no_file_names_are_refused(tmp_path: Path) -> None:
     assert attempt_paths(tmp_path, "train-00001-0003-002", 1).root == tmp_path / "attempts/train-00001-0003-002/1"
     for bad in ("", "..", "a/b", "a.b", "a b"):

@@ -159,6 +159,17 @@ async def test_a_refused_reward_shows_the_body_that_is_expected(gateway: Gateway
     assert message.startswith(said) and 'send {"value": 0.5}: one finite number' in message
 
 
+async def test_a_task_whose_integer_would_become_a_float_is_refused(gateway: Gateway) -> None:
+    spec = b'{"groups": [{"kind": "train", "step": 1, "slot": 0, "size": 1, "task": {"n": 18446744073709551617}}]}'
+    headers = {"authorization": f"Bearer {control_key(SECRET)}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway.url}/api/groups", data=spec, headers=headers) as response,
+    ):
+        assert response.status == 422
+        assert "18446744073709551617 has more than 64 bits; send it as text" in await response.text()
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 async def test_rewards_that_are_no_numbers(gateway: Gateway, number: str) -> None:
     rollout_id, _ = await gateway.start_rollout()

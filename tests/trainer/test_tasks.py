@@ -51,12 +51,27 @@ def test_read_tasks(tmp_path):
     assert data.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_integers_of_64_bits_and_digits_in_text_are_exact(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 18446744073709551615, "b": -9223372036854775808, "c": "18446744073709551617"}')
+    (task,) = read_tasks(path).tasks
+    assert task == {"a": 2**64 - 1, "b": -(2**63), "c": "18446744073709551617"}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b'{"a": 1}\n{"a": \n', "tasks.jsonl:2: not JSON"),
         (b'{"a": 1}\n\n[1]\n', "tasks.jsonl:3: a task is a JSON object, not list"),
         (b'{"a": NaN}\n', "tasks.jsonl:1: not JSON"),
+        (
+            b'{"a": 18446744073709551617}\n',
+            "tasks.jsonl:1: the integer 18446744073709551617 has more than 64 bits; quote it",
+        ),
+        (
+            b'{"a": [{"b": -9223372036854775809}]}\n',
+            "tasks.jsonl:1: the integer -9223372036854775809 has more than 64 bits",
+        ),
         (b"\n \n", "holds no task"),
     ],
 )

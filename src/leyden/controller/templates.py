@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from leyden.errors import LaunchError
@@ -37,6 +37,9 @@ def render_strictly(
         return _bounded(template, known)
     except UndefinedError:
         raise
+    except TemplateSyntaxError as error:
+        said = f"the template {text[:200]!r} cannot be rendered: {error}; for braces that are meant as they stand write"
+        raise LaunchError(f"{name}: {said} {{{{ '{{{{' }}}} or {{{{ '{{%' }}}}") from None
     except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise LaunchError(f"{name}: the template {text[:200]!r} cannot be rendered: {error}") from None
 
@@ -52,6 +55,8 @@ def _compiled(
 ) -> Template:
     sandbox = _sandbox()
     sandbox.finalize = finalize
+    if finalize is None:  # a shell's ${#name} and awk's {# are text: only a file's template has comments
+        sandbox.comment_start_string, sandbox.comment_end_string = "\0{#", "#}\0"
     sandbox.filters.update(filters or {})
     _check_loops(sandbox.parse(text))
     template: Template = sandbox.from_string(text)

@@ -48,6 +48,7 @@ from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
 from leyden.gateway.workspaces import Workspaces
+from leyden.protocols.checks import big_integer
 from leyden.store import UNSEEN, Store
 from leyden.types import Claims, Json, RolloutState, Scope
 
@@ -395,7 +396,10 @@ async def _call(api: ControlApi, operation: Operation, request: Request, claims:
         limit = operation.most_bytes or api.config.gateway.max_body_bytes
         raw = await read_body(request.scope, request.receive, limit)
         try:
-            body = read(operation.body, parse_object(raw or b"{}", api.metrics))
+            given = parse_object(raw or b"{}", api.metrics)
+            if integer := big_integer(raw):
+                raise Unprocessable(f"the integer {integer:.40} has more than 64 bits; send it as text")
+            body = read(operation.body, given)
         except RequestError as error:
             raise type(error)(f"{error}{operation.hint}", param=error.param, code=error.code) from None
     return ControlCall(request, claims, body, query)

@@ -29,6 +29,7 @@ _SURROGATES = re.compile(
 )
 _PAIR_CHARS = len(r"\ud83d\ude42")
 _LONG_INTEGER = re.compile(r"\d{19}")
+LONGEST_INTEGER = 30  # digits; more are certainly too many
 
 _NAMES: dict[Any, str] = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
 
@@ -127,7 +128,7 @@ def arguments_of(arguments: Any, path: str = "arguments") -> str | Json:
         value, _ = loads(arguments)
     except ValueError:
         return arguments
-    exact = isinstance(value, dict) and not (_LONG_INTEGER.search(arguments) and _has_big_integer(arguments))
+    exact = isinstance(value, dict) and big_integer(arguments) is None
     return value if exact else arguments
 
 
@@ -228,15 +229,16 @@ def _finite(digits: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _has_big_integer(text: str) -> bool:
-    """Whether a JSON text holds an integer that 64 bits do not."""
-    found = False
+def big_integer(text: str | bytes) -> str | None:
+    """The first integer in a JSON text that 64 bits do not hold: it would be read as a float. None if there is none."""
+    if not _LONG_INTEGER.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
+        return None
+    found: list[str] = []
 
     def read(digits: str) -> int:
-        nonlocal found
-        number = int(digits) if len(digits) < 30 else 2**64
-        found = found or not -(2**63) <= number < 2**64
+        if len(digits) > LONGEST_INTEGER or not -(2**63) <= int(digits) < 2**64:
+            found.append(digits)
         return 0
 
     json.loads(text, parse_int=read)
-    return found
+    return found[0] if found else None

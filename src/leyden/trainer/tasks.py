@@ -7,6 +7,7 @@ library.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import orjson
 
 from leyden.errors import ConfigError
+from leyden.protocols.checks import big_integer
 from leyden.types import Json
 
 
@@ -40,13 +42,17 @@ def read_tasks(path: Path, key: str = "data.train") -> TaskSet:
     except OSError as error:
         raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
     tasks = []
-    for number, line in enumerate(raw.split(b"\n"), start=1):
+    for number, line in enumerate(raw.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             task = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise ConfigError(key, f"{path}:{number}: not JSON ({error})") from None
+        if integer := big_integer(line):
+            raise ConfigError(
+                key, f"{path}:{number}: the integer {integer:.40} has more than 64 bits; quote it as text"
+            )
         if not isinstance(task, dict):
             raise ConfigError(key, f"{path}:{number}: a task is a JSON object, not {type(task).__name__}")
         tasks.append(task)

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LOWEST_TEMPERATURE = 0.01  # below it vLLM samples at it, and logits overflow
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 Switch = Annotated[bool, BeforeValidator(lambda value: _WORDS.get(value, value) if isinstance(value, str) else value)]
@@ -164,12 +165,29 @@ class GraderConfig(Section):
 
 
 class SamplingConfig(Section):
-    """The distribution that training samples from. It overrides what the harness asks for."""
+    """The distribution that training samples from. It overrides what the harness asks for.
 
-    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    The embedded trainer computes the log-probs of what was sampled again, over all tokens: it takes no `top_p` below 1
+    and no `top_k`. Engines may, for rollouts that are only recorded.
+    """
+
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=10)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     max_tokens: PositiveInt | None = None
+
+
+class EvalSamplingConfig(SamplingConfig):
+    """As `sampling`, with `temperature` 0 (the most likely token) and truncation as one likes."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+
+    @field_validator("temperature")
+    @classmethod
+    def _zero_or_more_than_rounding(cls, value: float) -> float:
+        if 0 < value < LOWEST_TEMPERATURE:
+            raise ValueError(f"{value} is neither 0, the most likely token, nor at least {LOWEST_TEMPERATURE}")
+        return value
 
 
 class GatewayConfig(Section):
@@ -342,7 +360,7 @@ class EvalConfig(Section):
     at_end: Switch = True
     tasks: PositiveInt | None = None
     samples: PositiveInt = 1
-    sampling: SamplingConfig | None = None
+    sampling: EvalSamplingConfig | None = None
 
 
 class TrainerConfig(Section):
@@ -411,6 +429,11 @@ class RunConfig(Section):
             _fits_a_cluster(self)
         if self.eval.every and self.data.validation is None:
             raise ValueError(f"eval.every {self.eval.every} needs data.validation")
+        if self.engine.kind == "leyden" and not self.engine.urls and (self.sampling.top_p < 1 or self.sampling.top_k):
+            raise ValueError(
+                f"sampling.top_p {self.sampling.top_p} and sampling.top_k {self.sampling.top_k} cut off tokens, which "
+                "the recomputed log-probs of training do not: leave both out, or set them in eval.sampling"
+            )
         if self.sampling.max_tokens and self.sampling.max_tokens >= self.model.context_tokens:
             raise ValueError(
                 f"sampling.max_tokens {self.sampling.max_tokens} leaves no room for a prompt in "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from leyden.config import SamplingConfig
+from leyden.config import EvalSamplingConfig
 from leyden.errors import Unprocessable
 from leyden.rewards import reward_number
 from leyden.types import RolloutState
@@ -46,7 +46,7 @@ class GroupSpec(Body):
     slot: int = Field(ge=0, le=10**6)
     size: int = Field(ge=1, le=10_000)
     task: dict[str, Any]
-    sampling: SamplingConfig | None = None
+    sampling: EvalSamplingConfig | None = None
 
 
 class CreateGroups(Body):

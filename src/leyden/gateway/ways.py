@@ -136,7 +136,7 @@ class GatewayRendered:
             )
         return GenerateRequest(
             prompt_ids=prompt_ids,
-            max_tokens=min(room, sampling.max_tokens or room),
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

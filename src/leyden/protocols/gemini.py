@@ -122,6 +122,8 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
     ignored = check_fields(PROTOCOL, given)
     path = "generationConfig"
     top_k = number(config, "topK", 0, 2**31, path=path)
+    if top_k is not None and not top_k.is_integer():
+        raise RequestError(f"{path}.topK is {top_k}; send an integer", param=f"{path}.topK", code="invalid_type")
     tool_config = _named(field(body, "toolConfig", dict) or {})
     tool_choice = of_gemini(_named(field(tool_config, "functionCallingConfig", dict, path="toolConfig") or {}))
     ignored += tuple(f"tools.{name}" for _, tool in _each(body, "tools") for name in tool if name != _FUNCTIONS)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MOST_NAMES = 50
 LOWEST_LOGPROB = -9000.0
 LARGEST_ID = 2**31 - 1
+LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class GenerateRequest:
             self,
             prompt_ids=[*self.prompt_ids, *sampled],
             max_tokens=self.max_tokens - len(sampled),
-            seed=None if self.seed is None else self.seed + len(sampled),
+            seed=None if self.seed is None else (self.seed + len(sampled)) & LARGEST_SEED,
         )
 
 

@@ -10,7 +10,8 @@
     │   ├── Unsupported          a body in an encoding that is not read (415)
     │   ├── Unprocessable        a value that is not one, such as a NaN reward (422)
     │   ├── BudgetExceeded       a limit of the rollout: turns, tokens, context (400)
-    │   └── InternalError        not the caller's fault: a bug of Leyden's, a full disk (500)
+    │   ├── Unwritable           the store cannot be written now, for example on a full disk: held or tried again (503)
+    │   └── InternalError        not the caller's fault: a bug of Leyden's (500)
     ├── EngineError            the inference engine failed or broke its contract
     │   ├── EngineUnavailable    connection refused or lost, 5xx: worth another try
     │   ├── EngineRejected       the engine said no (4xx): trying again cannot help
@@ -23,7 +24,8 @@
     └── TrainingError          a step cannot be computed or resumed
 
 Who retries: the gateway's engine client retries `EngineUnavailable`, of engines that answer otherwise for
-`engine.give_up_s`; the control client retries a connection that was refused; nothing else retries.
+`engine.give_up_s`; the control client retries a connection that was refused, and `Unwritable`; nothing else
+retries.
 A message names the value, the limit and the fix. Catch by type, never by text.
 """
 
@@ -98,6 +100,13 @@ class BudgetExceeded(RequestError):
     """A budget of the rollout is used up. 400 and never 429 or 5xx, so that no SDK tries again."""
 
     code = "budget_exceeded"
+
+
+class Unwritable(RequestError):
+    """A disk without room, or one that fails. What was asked for has not happened; model calls are held meanwhile."""
+
+    status = 503
+    code = "store_unwritable"
 
 
 class InternalError(RequestError):

@@ -87,12 +87,29 @@ def test_a_crash_while_writing_leaves_the_old_ones(make, tmp_path, monkeypatch):
     policy.save(tmp_path, "step-000001", {"step": 1}, keep=1)
 
     def crash(*_):
-        raise OSError("no space left on device")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", crash)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(KeyboardInterrupt):
         policy.save(tmp_path, "step-000002", {"step": 2}, keep=1)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_disk_without_room_is_named_and_leaves_the_old_ones(make, tmp_path, monkeypatch, error):  # noqa: F811
+    policy, root = make(), tmp_path / "checkpoints"
+    policy.save(root, "step-000001", {"step": 1}, keep=1)
+
+    def refuse(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", refuse)
+        with pytest.raises(TrainingError, match=r"step-000002 cannot be written: .*; the same command resumes"):
+            policy.save(root, "step-000002", {"step": 2}, keep=1)
+    assert [p.name for p in root.iterdir()] == ["step-000001"]
+    policy.save(root, "step-000002", {"step": 2}, keep=1)
+    assert [p.name for p in root.iterdir()] == ["step-000002"]
 
 
 def test_wrong_folders_are_refused(make, tmp_path):  # noqa: F811

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 the run file or the command line is wrong, 130 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -49,8 +50,13 @@ def run() -> None:
     except LeydenError as error:
         Screen(plain_console(stderr=True)).error(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except Exception:
-        sys.stderr.write(visible_lines(traceback.format_exc()))
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f"{error.filename}: " if error.filename else ""
+            message = f"{where}{error.strerror}; make room, and the same command goes on"
+            Screen(plain_console(stderr=True)).error(message)
+        else:
+            sys.stderr.write(visible_lines(traceback.format_exc()))
         sys.exit(1)
 
 

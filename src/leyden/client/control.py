@@ -1,9 +1,9 @@
 """Async client of the gateway's control API: one method per route.
 
-A connection that is refused is tried again with growing pauses until `retry_limit_s` (the gateway may be
-restarting); nothing else is. Every failure is a GatewayError: `status` is the HTTP status of a refusal (409:
-somebody else was there first, read again and go on) and None if there was no reply. One client may be used by
-many tasks of one loop.
+A connection that is refused (the gateway may be restarting) and a call that cannot be written now (503: its disk is
+full) are tried again with growing pauses until `retry_limit_s`; nothing else is. Every failure is a GatewayError:
+`status` is the HTTP status of a refusal (409: somebody else was there first, read again and go on) and None if there
+was no reply. One client may be used by many tasks of one loop.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from leyden.types import Json, RolloutState, Turn
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+UNWRITABLE = 503
 # Below the 5 s after which common servers close an idle connection, so that no request meets a dying socket.
 KEEP_ALIVE_S = 2.0
 
@@ -228,12 +229,15 @@ class ControlClient:
         query: dict[str, Any] | None = None,
         wait_s: float = 0.0,
     ) -> bytes:
-        """One request, sent again while the connection is refused."""
+        """One request, sent again while the connection is refused or the gateway cannot write."""
         give_up = time.monotonic() + self._retry_limit_s
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return await self._once(method, path, body, query, wait_s)
+            except GatewayError as error:
+                if error.status != UNWRITABLE or time.monotonic() + pause_s > give_up:
+                    raise
             except aiohttp.ClientConnectorError as error:
                 if not isinstance(error.os_error, ConnectionRefusedError) or time.monotonic() + pause_s > give_up:
                     raise GatewayError(f"no gateway at {self._url}: {error.os_error}") from error

@@ -13,6 +13,7 @@ from leyden.errors import GatewayError
 from leyden.rewards import reward_number
 
 RETRY_LIMIT_S = 60.0
+UNWRITABLE = 503
 
 
 def post_reward(value: SupportsFloat, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
@@ -20,7 +21,7 @@ def post_reward(value: SupportsFloat, *, retry_limit_s: float = RETRY_LIMIT_S) -
     says `leyden.rewards.reward_number`.
 
     Raises GatewayError if the variables are missing, the value is not a finite number, the gateway refuses
-    it, or no connection was accepted for `retry_limit_s`.
+    it, or for `retry_limit_s` no connection was accepted or the gateway's disk was full.
     """
     url, key = os.environ.get("LEYDEN_REWARD_URL"), os.environ.get("LEYDEN_KEY")
     if not url or not key:
@@ -41,11 +42,13 @@ def post_reward(value: SupportsFloat, *, retry_limit_s: float = RETRY_LIMIT_S) -
 
 
 def _accepted(request: urllib.request.Request, give_up: float) -> bool:
-    """Whether the gateway took the request; False if the connection was refused and there is time left."""
+    """Whether the gateway took the request; False if it is not there or cannot write, and there is time left."""
     try:
         with urllib.request.urlopen(request, timeout=60):  # noqa: S310
             return True
     except urllib.error.HTTPError as error:
+        if error.code == UNWRITABLE and time.monotonic() < give_up:
+            return False
         text = error.read(2000).decode(errors="replace")
         raise GatewayError(f"reward refused with status {error.code}: {text}", status=error.code) from None
     except urllib.error.URLError as error:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from leyden.errors import Unauthorized
+from leyden.errors import Unauthorized, Unwritable
 from leyden.gateway.http import log_bug
+from leyden.gateway.metrics import Metrics
 from leyden.protocols import ChatChoice, ChatReply
 from leyden.store import Store, StoredTurn
 from leyden.trajectory.nodes import Conversations, Node
@@ -39,7 +41,8 @@ class Delivery:
 @dataclass(slots=True)
 class Attempt:
     """One running attempt. `sampling` is the group's own distribution, if it has one. While `holds` of
-    its calls are held, `held_since` (monotonic) is when the first of them began to be.
+    its calls are held, `held_since` (monotonic) is when the first of them began to be; `unwritten_held_s` of earlier
+    holds are not in the store yet.
     """
 
     rollout_id: str
@@ -51,6 +54,7 @@ class Attempt:
     deliveries: list[Delivery] = field(default_factory=list)
     holds: int = 0
     held_since: float = 0.0
+    unwritten_held_s: float = 0.0
 
     def begin_hold(self, since: float) -> None:
         if self.holds == 0:
@@ -61,6 +65,22 @@ class Attempt:
         """Seconds for which the attempt was held, once the last of its holds ends; 0 before."""
         self.holds -= 1
         return time.monotonic() - self.held_since if self.holds == 0 else 0.0
+
+    @contextlib.contextmanager
+    def held(self, since: float, store: Store, metrics: Metrics) -> Iterator[None]:
+        """Time from `since` (monotonic) to the end of the block, in which Leyden made the attempt wait: it counts
+        against no budget. Holds that overlap count once.
+        """
+        self.begin_hold(since)
+        try:
+            yield
+        finally:
+            if seconds := self.end_hold():
+                metrics.held_seconds.inc(seconds)
+                self.unwritten_held_s += seconds
+                with contextlib.suppress(Unwritable):
+                    store.rollouts.add_held(self.rollout_id, self.attempt, self.unwritten_held_s)
+                    self.unwritten_held_s = 0.0
 
     def remember(self, delivery: Delivery) -> None:
         """Keep it for a retry. The oldest that is not worked on any more goes where there are too many."""
@@ -110,6 +130,7 @@ class Attempts:
         self._store = store
         self._model_name = model_name
         self._live: dict[tuple[str, int], Attempt] = {}
+        self._spoiled: dict[tuple[str, int], str] = {}
 
     def get(self, claims: Claims) -> Attempt:
         """The attempt that a key names, read from the store when it is new here."""
@@ -120,7 +141,8 @@ class Attempts:
         return attempt
 
     def drop(self, rollout_id: str, attempt: int) -> None:
-        """The attempt has ended: nobody waits for its calls."""
+        """The attempt has ended, and the store knows it: nobody waits for its calls."""
+        self._spoiled.pop((rollout_id, attempt), None)
         ended = self._live.pop((rollout_id, attempt), None)
         if ended is not None:
             for delivery in list(ended.deliveries):
@@ -133,19 +155,42 @@ class Attempts:
                 self.drop(rollout_id, attempt)
 
     def broken(self, claims: Claims | None, error: Exception) -> None:
-        """A bug of Leyden's, or a full disk: logged without what was said, and never held against the agent."""
+        """A bug of Leyden's: logged without what was said, and never held against the agent."""
         if claims is None:
             log_bug(log, "a call without a valid key", error)
             return
         log_bug(log, f"rollout {claims.rollout_id}, attempt {claims.attempt}", error)
         why = f"the gateway failed: {type(error).__name__}"
-        with contextlib.suppress(Exception):
-            self._store.rollouts.mark_incomplete(claims.rollout_id, claims.attempt, why)
+        self.spoil(claims.rollout_id, claims.attempt, why)
+
+    def spoil(self, rollout_id: str, attempt: int, why: str) -> None:
+        """The attempt's record is not exact, or its harness was let down: it will not be scored. If the store cannot
+        be told now, this gateway remembers it, and the next one finds that the attempt was running."""
+        try:
+            self._store.rollouts.mark_incomplete(rollout_id, attempt, why)
+        except Exception as error:
+            if not isinstance(error, Unwritable):
+                log_bug(log, f"rollout {rollout_id}, attempt {attempt}", error)
+            self.refuse(rollout_id, attempt, why)
+
+    def refuse(self, rollout_id: str, attempt: int, why: str) -> None:
+        """Something that the attempt needed could not be written."""
+        self._spoiled.setdefault((rollout_id, attempt), why)
+
+    def let_down(self, rollout_id: str, attempt: int) -> bool:
+        """Whether the store could not be written when something of the attempt had to be: no try of the rollout."""
+        return (rollout_id, attempt) in self._spoiled
+
+    def incomplete(self, rollout_id: str, attempt: int) -> str | None:
+        """Why the attempt will not be scored, or None."""
+        return self._spoiled.get((rollout_id, attempt)) or self._store.rollouts.incomplete(rollout_id, attempt)
 
     def held_now(self, rollout_id: str, number: int) -> float:
         """Seconds that the attempt has been held and that the store does not know yet."""
         attempt = self._live.get((rollout_id, number))
-        return time.monotonic() - attempt.held_since if attempt and attempt.holds else 0.0
+        if attempt is None:
+            return 0.0
+        return attempt.unwritten_held_s + (time.monotonic() - attempt.held_since if attempt.holds else 0.0)
 
     def __len__(self) -> int:
         return len(self._live)

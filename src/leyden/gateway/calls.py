@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from leyden.errors import (
     EngineUnsuitable,
     LeydenError,
     RequestError,
+    Unwritable,
 )
 from leyden.gateway.admission import Admission, InFlight, Interrupted
 from leyden.gateway.attempts import Attempt
@@ -134,22 +135,13 @@ class EngineCalls:
             await asyncio.sleep(max(delay_s, min(error.retry_after_s, LONGEST_RETRY_AFTER_S)))
         await self._wait()
 
-    @contextlib.contextmanager
-    def held(self, attempt: Attempt, since: float) -> Iterator[None]:
-        """Time from `since` (monotonic) to the end of the block, in which Leyden made the attempt wait: it counts
-        against no budget. Holds that overlap count once.
-        """
-        attempt.begin_hold(since)
-        try:
-            yield
-        finally:
-            if seconds := attempt.end_hold():
-                self._metrics.held_seconds.inc(seconds)
-                self._store.rollouts.add_held(attempt.rollout_id, attempt.attempt, seconds)
+    def held(self, attempt: Attempt, since: float) -> contextlib.AbstractContextManager[None]:
+        return attempt.held(since, self._store, self._metrics)
 
     def _note(self, attempt: Attempt, error: LeydenError, status: int | None) -> None:
         data = {"status": status, "message": str(error)}
-        self._store.turns.add_event(attempt.rollout_id, attempt.attempt, "engine_error", data)
+        with contextlib.suppress(Unwritable):
+            self._store.turns.add_event(attempt.rollout_id, attempt.attempt, "engine_error", data)
 
 
 def _refusal(error: EngineRejected) -> RequestError:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from leyden.client import encode, mint
 from leyden.config import RunConfig, engine_url
-from leyden.errors import Conflict, InternalError, RequestError, Unprocessable
+from leyden.errors import Conflict, InternalError, RequestError, Unprocessable, Unwritable
 from leyden.gateway.admission import Admission
 from leyden.gateway.auth import authenticate
 from leyden.gateway.control_bodies import (
@@ -158,19 +158,22 @@ class ControlApi:
     async def exit(self, call: ControlCall) -> Json:
         body: ExitBody = call.body
         rollout_id = call.rollout_id
-        incomplete = self.store.rollouts.incomplete(rollout_id, body.attempt)
-        self.turns.attempts.drop(rollout_id, body.attempt)
-        if incomplete:
-            rollout = self._void(rollout_id, body.attempt, f"incomplete: {incomplete}")
-            return {"rollout": rollout, "grader_key": None}
-        current = self.store.rollouts.get(rollout_id)
-        if current["state"] == RolloutState.RUNNING and self.store.rollouts.outage(rollout_id, body.attempt):
-            return {"rollout": self._void(rollout_id, body.attempt, UNSEEN), "grader_key": None}
+        if why := self._unscored(rollout_id, body.attempt):
+            return {"rollout": self._void(rollout_id, body.attempt, why), "grader_key": None}
         rollout = self.store.rollouts.exit(
             rollout_id, body.attempt, exit_code=body.exit_code, timed_out=body.timed_out, reason=body.reason
         )
+        self.turns.attempts.drop(rollout_id, body.attempt)
         lifetime_s = self.config.controller.start_timeout_s + self.config.grader.timeout_s
         return {"rollout": rollout, "grader_key": self._key(Scope.GRADER, rollout, lifetime_s)}
+
+    def _unscored(self, rollout_id: str, attempt: int) -> str | None:
+        """Why a running attempt will not be graded, or None."""
+        if self.store.rollouts.get(rollout_id)["state"] != RolloutState.RUNNING:
+            return None
+        if why := self.turns.attempts.incomplete(rollout_id, attempt):
+            return f"incomplete: {why}"
+        return UNSEEN if self.store.rollouts.outage(rollout_id, attempt) else None
 
     async def finish(self, call: ControlCall) -> Json:
         body: FinishBody = call.body
@@ -181,23 +184,26 @@ class ControlApi:
         elif unscored:
             reason = f"no reward: {body.reason}" if body.reason else "no reward"
             return self._void(rollout["rollout_id"], body.attempt, reason)
-        return self.store.rollouts.finish(rollout["rollout_id"], body.attempt, body.reason)
+        rollout = self.store.rollouts.finish(rollout["rollout_id"], body.attempt, body.reason)
+        self.turns.attempts.drop(rollout["rollout_id"], body.attempt)
+        return rollout
 
     async def infrastructure(self, call: ControlCall) -> Json:
         body: FailureBody = call.body
         rollout_id = call.rollout_id
-        rollout = self._void(rollout_id, body.attempt, body.reason)
-        self.turns.attempts.drop(rollout_id, body.attempt)
-        return rollout
+        return self._void(rollout_id, body.attempt, body.reason)
 
     def _void(self, rollout_id: str, attempt: int, reason: str) -> Json:
-        """An attempt that an outage of the gateway may have hit uses up none of `harness.max_attempts`."""
-        if self.store.rollouts.outage(rollout_id, attempt):
-            return self.store.rollouts.give_back(rollout_id, attempt, reason)
+        """An attempt that an outage of the gateway or a full disk may have hit uses up none of `max_attempts`."""
         harness = self.config.harness
-        return self.store.rollouts.infrastructure(
-            rollout_id, attempt, reason, harness.max_attempts, harness.retry_backoff_s
-        )
+        if self.store.rollouts.outage(rollout_id, attempt) or self.turns.attempts.let_down(rollout_id, attempt):
+            rollout = self.store.rollouts.give_back(rollout_id, attempt, reason)
+        else:
+            rollout = self.store.rollouts.infrastructure(
+                rollout_id, attempt, reason, harness.max_attempts, harness.retry_backoff_s
+            )
+        self.turns.attempts.drop(rollout_id, attempt)
+        return rollout
 
     async def give_back(self, call: ControlCall) -> Json:
         body: FailureBody = call.body
@@ -215,7 +221,12 @@ class ControlApi:
     async def reward(self, call: ControlCall) -> Json:
         body: RewardBody = call.body
         rollout_id, attempt = _subject(call.claims, body.rollout_id, body.attempt)
-        rollout = self.store.rollouts.reward(rollout_id, attempt, body.value, while_running=self.config.grader.harness)
+        by_harness = self.config.grader.harness
+        try:
+            rollout = self.store.rollouts.reward(rollout_id, attempt, body.value, while_running=by_harness)
+        except Unwritable as error:
+            self.turns.attempts.refuse(rollout_id, attempt, str(error))
+            raise
         return {"reward": rollout["reward"]}
 
     async def put_workspace(self, call: ControlCall) -> Json:

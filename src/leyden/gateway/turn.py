@@ -11,7 +11,12 @@ adds its turns when it commits, without an await in between, so the tree needs n
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +30,7 @@ from leyden.errors import (
     LeydenError,
     RequestError,
     Unauthorized,
+    Unwritable,
 )
 from leyden.gateway.attempts import Attempt, AttemptRecall, Attempts, Delivery
 from leyden.gateway.metrics import Metrics
@@ -37,6 +43,10 @@ from leyden.trajectory.causes import sibling_cause
 from leyden.trajectory.meaning import extend_key
 from leyden.trajectory.nodes import Node
 from leyden.types import Claims, FinishReason, Generation, Json, TurnState
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+log = logging.getLogger(__name__)
 
 
 class TurnService:
@@ -65,7 +75,8 @@ class TurnService:
         if earlier is not None and earlier.reply is not None:
             self._metrics.replays.inc()
             earlier.cut = False
-            self._store.turns.goes_on(attempt.rollout_id, attempt.attempt, earlier.reply.turn_id)
+            last = earlier.reply.turn_id
+            await self._written(attempt, lambda: self._store.turns.goes_on(attempt.rollout_id, attempt.attempt, last))
             return earlier
         if earlier is not None:
             attempt.forget(earlier)
@@ -99,12 +110,15 @@ class TurnService:
         self._metrics.ignore(request.protocol, request.ignored)
         self.wishes.note(request.unmet)
         kept_wire = wire if self._config.gateway.keep_wire else None
-        turn_ids = [
-            self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire)
-            for _ in range(request.n)
-        ]
         attempt.turns += request.n
+        turn_ids: list[int] = []
         try:
+            for _ in range(request.n):
+                opened = await self._written(
+                    attempt,
+                    lambda: self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire),
+                )
+                turn_ids.append(opened)
             with self._metrics.in_flight.track_inprogress():
                 return await self._sample_and_commit(attempt, request, turn_ids)
         except asyncio.CancelledError:
@@ -122,15 +136,16 @@ class TurnService:
         answers = await self._way.sample(attempt, request)
         for answer in answers:
             self._check_logprobs(answer.generation)
-        choices = [
-            self._commit(attempt, request, answer, turn_id) for turn_id, answer in zip(turn_ids, answers, strict=True)
-        ]
+        choices = []
+        for turn_id, answer in zip(turn_ids, answers, strict=True):
+            commit = partial(self._commit, attempt, request, answer, turn_id)
+            choices.append(await self._written(attempt, commit))
         prompt_tokens = len(answers[0].prompt.ids)
         return ChatReply(turn_ids[0], self._config.model.name, int(time.time()), prompt_tokens, choices)
 
     def _incomplete(self, attempt: Attempt, error: LeydenError) -> RequestError:
         """What the harness hears of an attempt that cannot count."""
-        self._store.rollouts.mark_incomplete(attempt.rollout_id, attempt.attempt, str(error))
+        self.attempts.spoil(attempt.rollout_id, attempt.attempt, str(error))
         what = "no engine answers" if isinstance(error, EngineBroken) else "the answer cannot be recorded exactly"
         return RequestError(f"{what}: {error}", code="capture_failed")
 
@@ -181,6 +196,26 @@ class TurnService:
             self._metrics.forks.labels(cause).inc()
         return ChatChoice(reply, generation.finish_reason, len(generation.token_ids_T), generation.stop_string)
 
+    async def _written(self, attempt: Attempt, write: Callable[[], T]) -> T:
+        """What `write` answers once the store can be written. Until then the call is held; a caller that does not wait
+        for it was let down."""
+        since, pause_s = time.monotonic(), FIRST_PAUSE_S
+        try:
+            return write()
+        except Unwritable as error:
+            why = str(error)
+        log.warning("a model call of rollout %s is held: %s", attempt.rollout_id, why)
+        with attempt.held(since, self._store, self._metrics):
+            while True:
+                try:
+                    await asyncio.sleep(pause_s)
+                    return write()
+                except Unwritable:
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                except asyncio.CancelledError:
+                    self.attempts.spoil(attempt.rollout_id, attempt.attempt, why)
+                    raise
+
     def _check_turns(self, attempt: Attempt, n: int) -> None:
         limit = self._config.harness.max_turns
         if attempt.turns + n > limit:
@@ -190,7 +225,8 @@ class TurnService:
 
     def _close(self, turn_ids: list[int], state: TurnState) -> None:
         for turn_id in turn_ids:
-            self._store.turns.close(turn_id, state)
+            with contextlib.suppress(Unwritable):  # it stays open until its attempt ends
+                self._store.turns.close(turn_id, state)
             self._metrics.turns.labels(state).inc()
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from leyden.errors import NotFound, TooLarge
+from leyden.errors import NotFound, TooLarge, Unwritable
 
 
 class Workspaces:
@@ -24,6 +24,12 @@ class Workspaces:
         """Keep an archive; answers its size. A broken upload, and one that `check` refuses once it is complete, leave
         the earlier one as it was."""
         target = self._path(rollout_id, attempt)
+        try:
+            return await self._put(target, chunks, check)
+        except OSError as error:
+            raise Unwritable(f"the workspace cannot be kept under {self._attempts}: {error.strerror}") from error
+
+    async def _put(self, target: Path, chunks: AsyncIterator[bytes], check: Callable[[], None]) -> int:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".workspace-")
         size = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 
+from leyden.errors import Unwritable
 from leyden.types import Json
 
 LEASE_S = 90.0
@@ -13,12 +14,20 @@ LEASE_S = 90.0
 class Controllers:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
+        self._missed = False
 
     def renew(self, controller: str) -> None:
-        self._db.execute(
-            "INSERT INTO controllers VALUES (?, ?) ON CONFLICT (controller) DO UPDATE SET seen = excluded.seen",
-            (controller, time.time()),
-        )
+        """Where the store cannot be written, nobody's lease ends for it: all begin anew afterwards."""
+        try:
+            if self._missed:
+                self.renew_all()
+            self._db.execute(
+                "INSERT INTO controllers VALUES (?, ?) ON CONFLICT (controller) DO UPDATE SET seen = excluded.seen",
+                (controller, time.time()),
+            )
+            self._missed = False
+        except Unwritable:
+            self._missed = True
 
     def renew_all(self) -> None:
         """After the gateway was away nobody could renew: all leases begin anew."""

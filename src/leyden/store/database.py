@@ -9,8 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from leyden.errors import StoreError
+from leyden.errors import StoreError, Unwritable
+
+PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+}
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -20,7 +29,7 @@ def connect(path: Path) -> sqlite3.Connection:
     Raises StoreError when the file was written by a newer Leyden, or is no SQLite data base.
     """
     path.touch(mode=0o600, exist_ok=True)
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
     connection.row_factory = sqlite3.Row
     try:
         connection.execute("PRAGMA journal_mode=WAL")
@@ -34,6 +43,48 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+class _Connection(sqlite3.Connection):
+    """Raises Unwritable where SQLite cannot write for the moment."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        return self.cursor(_Cursor).execute(sql, parameters)
+
+    def executescript(self, script: str, /) -> sqlite3.Cursor:
+        return self.cursor(_Cursor).executescript(script)
+
+
+class _Cursor(sqlite3.Cursor):
+    """What a statement writes is written when its last row is fetched."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Any:
+        with _told_apart():
+            return super().execute(sql, parameters)
+
+    def executescript(self, script: str, /) -> Any:
+        with _told_apart():
+            return super().executescript(script)
+
+    def fetchone(self) -> Any:
+        with _told_apart():
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with _told_apart():
+            return super().fetchall()
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in PASSING:
+            raise Unwritable(
+                f"the store of the run folder cannot be written: {error}; it goes on when it can"
+            ) from error
+        raise
 
 
 def reader(path: Path, how: str = "mode=ro") -> sqlite3.Connection:
@@ -93,10 +144,11 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # SQLite may have rolled back itself
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
 
 
 def next_change(connection: sqlite3.Connection) -> int:

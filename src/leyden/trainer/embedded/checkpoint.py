@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import orjson
 import torch
+from safetensors import SafetensorError
 
 from leyden.errors import TrainingError
 from leyden.trainer.embedded.hub import load_model, quiet
@@ -44,22 +45,18 @@ class Parts:
 
 
 def save(root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json, keep: int) -> Path:
-    """Write `root/name` (as `step-N`) atomically, replace one of that name, and remove all but the newest `keep`."""
+    """Write `root/name` (as `step-N`) atomically, replace one of that name, and remove all but the newest `keep`.
+
+    Raises TrainingError if it cannot be written, as on a full disk; the earlier checkpoints are as they were then.
+    """
     if not NAME.fullmatch(name):
         raise TrainingError(f"checkpoint name {name!r} is not of the form step-N, such as step-000010")
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(root)
     temporary = root / f"{TEMPORARY}{name}"
-    temporary.mkdir()
-    with quiet():
-        parts.model.save_pretrained(temporary)
-    parts.tokenizer.save_pretrained(temporary)
-    torch.save(parts.optimizer.state_dict(), temporary / "optimizer.pt")
-    (temporary / "rng.json").write_bytes(orjson.dumps(_rng_state(parts.rng), option=orjson.OPT_SERIALIZE_NUMPY))
-    (temporary / "state.json").write_bytes(
-        orjson.dumps({"format": FORMAT, "policy": policy_state, "state": state}, option=orjson.OPT_INDENT_2)
-    )
-    _sync_tree(temporary)
+    try:
+        _write(temporary, parts, policy_state, state)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise TrainingError(f"checkpoint {root / name} cannot be written: {error}; the same command resumes") from error
     final = root / name
     if final.exists():
         final.rename(root / f"{TEMPORARY}old-{name}")
@@ -68,6 +65,21 @@ def save(root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json
     _remove_leftovers(root)
     prune(root, keep)
     return final
+
+
+def _write(folder: Path, parts: Parts, policy_state: Json, state: Json) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder.parent)
+    folder.mkdir()
+    with quiet():
+        parts.model.save_pretrained(folder)
+    parts.tokenizer.save_pretrained(folder)
+    torch.save(parts.optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "rng.json").write_bytes(orjson.dumps(_rng_state(parts.rng), option=orjson.OPT_SERIALIZE_NUMPY))
+    (folder / "state.json").write_bytes(
+        orjson.dumps({"format": FORMAT, "policy": policy_state, "state": state}, option=orjson.OPT_INDENT_2)
+    )
+    _sync_tree(folder)
 
 
 def load(path: Path, parts: Parts) -> tuple[Json, Json]:

@@ -48,10 +48,10 @@ def connect(path: Path) -> sqlite3.Connection:
 class _Connection(sqlite3.Connection):
     """Raises Unwritable where SQLite cannot write for the moment."""
 
-    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Any = (), /) -> Any:
         return self.cursor(_Cursor).execute(sql, parameters)
 
-    def executescript(self, script: str, /) -> sqlite3.Cursor:
+    def executescript(self, script: str, /) -> Any:
         return self.cursor(_Cursor).executescript(script)
 
 

@@ -142,6 +142,27 @@ def evaluate(
 
 
 @app.command()
+def rollout(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    task: Annotated[str | None, typer.Option(metavar="JSON", help="The task.", show_default=False)] = None,
+    index: Annotated[
+        int | None, typer.Option(min=0, help="Which task of the split, from 0.", show_default="the first")
+    ] = None,
+    split: Annotated[str, typer.Option(metavar="validation|train|FILE.jsonl", help="The tasks.")] = "train",
+    checkpoint: Annotated[
+        str, typer.Option(metavar="DIR", help="A checkpoint, `latest` of the run, or `none`: the initial model.")
+    ] = "latest",
+) -> None:
+    """Make one rollout by hand: print what an agent needs, wait while you run one, then grade and show it."""
+    config = load(run_file, overrides)
+    need("leyden rollout", *([] if config.engine.urls else ["embedded"]))
+    from leyden.cli.by_hand import Choice, run_by_hand
+
+    run_by_hand(run_file, tuple(overrides or ()), _secret(), choice=Choice(task, index, split), checkpoint=checkpoint)
+
+
+@app.command()
 def doctor(
     run_file: RunFile,
     overrides: Overrides = None,

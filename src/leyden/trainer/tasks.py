@@ -45,20 +45,23 @@ def read_tasks(path: Path, key: str = "data.train") -> TaskSet:
     for number, line in enumerate(raw.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
-        try:
-            task = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(key, f"{path}:{number}: not JSON ({error})") from None
-        if integer := big_integer(line):
-            raise ConfigError(
-                key, f"{path}:{number}: the integer {integer:.40} has more than 64 bits; quote it as text"
-            )
-        if not isinstance(task, dict):
-            raise ConfigError(key, f"{path}:{number}: a task is a JSON object, not {type(task).__name__}")
-        tasks.append(task)
+        tasks.append(parse_task(line, key, f"{path}:{number}"))
     if not tasks:
         raise ConfigError(key, f"{path} holds no task; give at least one JSON object, one a line")
     return TaskSet(path, tuple(tasks), hashlib.sha256(raw).hexdigest())
+
+
+def parse_task(text: str | bytes, key: str, where: str) -> Json:
+    """One task. Raises ConfigError with `key` and `where` for what is no JSON object, or would not be kept exactly."""
+    try:
+        task = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(key, f"{where}: not JSON ({error})") from None
+    if integer := big_integer(text):
+        raise ConfigError(key, f"{where}: the integer {integer:.40} has more than 64 bits; quote it as text")
+    if not isinstance(task, dict):
+        raise ConfigError(key, f"{where}: a task is a JSON object, not {type(task).__name__}")
+    return task
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

@@ -203,7 +203,9 @@ async def test_no_secret_in_what_people_see(
     kube: Cluster, api: KubernetesApi, observer: Observer, make: Maker, namespace: str
 ) -> None:
     """Case S02: Jobs, pods, events and logs hold no key; the harness finds the keeper's key in no file of its own."""
-    made = make("secret", "grep -rs workspace-s.cret /leyden /workspace /proc/self/environ; cat /leyden/files/*")
+    made = make(
+        "secret", "grep -rs workspace-s.cret /leyden /workspace /proc/self/environ; cat /leyden/files/task.json"
+    )
     await run(api, observer, made)
     assert await printed(api, observer, made) == '{"x": 1}'
     for kind in ("jobs", "pods", "events"):

@@ -20,7 +20,7 @@ class FakeCluster:
     """`async with FakeCluster(folder) as cluster`: serves on a loopback port, `kubeconfig` leads to it.
 
     `faults` are what the next creations of a Job meet: (status, message) refuses, `lost` creates it and breaks the
-    connection. `logs` are what pods have printed, by name.
+    connection. `logs` are what pods have printed, by name. Watches of the kinds in `mute` say nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,6 +28,7 @@ class FakeCluster:
         self.things: dict[tuple[str, str], Json] = {}
         self.faults: deque[tuple[int, str] | str] = deque()
         self.logs: dict[str, str] = {}
+        self.mute: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         self._version = 0
         self._history: list[tuple[int, str, str, Json]] = []
@@ -99,7 +100,9 @@ class FakeCluster:
         kind = request.match_info["kind"]
         if "watch" in request.query:
             return await self._watch(request, kind)
-        return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": self.all(kind)})
+        items = [thing for thing in self.all(kind) if _selected(thing, request.query.get("labelSelector", ""))]
+        self.asked.append(("LIST", kind))
+        return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
     async def _watch(self, request: web.Request, kind: str) -> web.StreamResponse:
         seen = int(request.query["resourceVersion"])
@@ -107,7 +110,7 @@ class FakeCluster:
         await response.prepare(request)
         while True:
             for version, event, of, thing in self._history:
-                if version > seen and of == kind:
+                if version > seen and of == kind and kind not in self.mute:
                     await response.write(json.dumps({"type": event, "object": thing}).encode() + b"\n")
             seen = self._version
             async with self._changed:
@@ -147,6 +150,11 @@ class FakeCluster:
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=self.logs.get(request.match_info["name"], ""))
+
+
+def _selected(thing: Json, labels: str) -> bool:
+    wanted = dict(label.split("=") for label in labels.split(",") if label)
+    return wanted.items() <= (thing["metadata"].get("labels") or {}).items()
 
 
 def _merged(old: Json, change: Json) -> Json:

@@ -115,7 +115,10 @@ async def test_lists_come_in_pages(server: FakeApiServer, api: KubernetesApi) ->
     a = thing("a", 1)
     a["metadata"]["managedFields"] = ["x"]
     server.lists = [items(5, a, token="next"), items(6, thing("b", 2))]
-    assert await api.list_all(PODS, labels="l=1", fields="f=2") == ([thing("a", 1), thing("b", 2)], "6")
+    assert await api.list_all(PODS, labels="l=1", fields="f=2") == (
+        [thing("a", 1, spec={}, status={}), thing("b", 2, spec={}, status={})],
+        "6",
+    )
     assert server.asked == [
         {"labelSelector": "l=1", "fieldSelector": "f=2", "limit": "500"},
         {"labelSelector": "l=1", "fieldSelector": "f=2", "limit": "500", "continue": "next"},

@@ -146,7 +146,7 @@ async def test_a_refusal_that_will_not_pass_is_not_tried_again(config: Config, c
     async with opened(settings(config, cluster)) as (backend, _):
         with pytest.raises(LaunchError, match=r"the cluster refuses the Job of r\.1: .*cannot create resource"):
             await backend.start_harness(claim())
-    assert [(verb, what.split("/")[0]) for verb, what in cluster.asked] == [
+    assert [(verb, what.split("/")[0]) for verb, what in cluster.asked if verb != "LIST"] == [
         ("POST", "secrets"), ("POST", "jobs"), ("DELETE", "secrets"),
     ]  # fmt: skip
 
@@ -232,17 +232,18 @@ async def test_an_image_that_cannot_be_pulled_frees_its_slot(config: Config, clu
         ({"reward": 0.5}, Phase.EXITED, Exit(0, None, 7.0, 7.0)),
         ({"reward": 0.5, "exit_code": 3}, Phase.EXITED, Exit(3, None, 7.0, 7.0)),
         ({"reward": 0.5, "timed_out": True}, Phase.EXITED, Exit(None, None, 7.0, 7.0, killed=TIMEOUT)),
-        ({}, Phase.LOST, None),
+        ({}, Phase.STARTING, None),
     ],
 )
 async def test_a_job_that_went_while_nobody_looked(
     config: Config, cluster: FakeCluster, fields: Json, phase: Phase, exit_: Exit | None
 ) -> None:
     """Case K03: a reward that was accepted says that it ended; without one it is void."""
-    async with opened(settings(config, cluster)) as (backend, _):
+    async with opened(settings(config, cluster)) as (backend, told):
         found = backend.find(rollout("r", started=7.0, **fields))
-    assert (found.phase, found.exit) == (phase, exit_)
-    assert (found.problem == "its Job disappeared") == (phase is Phase.LOST)
+        assert (found.phase, found.exit) == (phase, exit_)
+        if exit_ is None:
+            assert (await told.end()).error == "its Job disappeared"
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])
@@ -355,3 +356,66 @@ async def test_a_workspace_that_was_lost_otherwise_voids_the_attempt(config: Con
         await cluster.pod(job, {"phase": "Failed", "containerStatuses": done})
         ended = await told.end()
     assert ended.error == "the workspace was lost: the workspace was not saved: keep: no answer"
+
+
+DONE = {"exitCode": 0, "startedAt": "2026-11-30T10:00:00Z", "finishedAt": "2026-11-30T10:00:01Z"}
+SAVED = {"phase": "Succeeded", "containerStatuses": [
+    {"name": "harness", "state": {"terminated": DONE}}, {"name": "keep", "state": {"terminated": DONE}},
+]}  # fmt: skip
+
+
+async def test_no_end_is_told_before_job_and_pods_were_read(config: Config, cluster: FakeCluster) -> None:
+    """Pods' events do not come; the Job is complete. The pod, read, says how its harness ended."""
+    async with opened(settings(config, cluster)) as (backend, told):
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        pod = await cluster.pod(job, RUNNING)
+        await told.start()
+        cluster.mute.add("pods")
+        await cluster.pod(job, SAVED | {"conditions": pod["status"]["conditions"]})
+        await cluster.remove("jobs", job["metadata"]["name"])
+        ended = await told.end()
+    assert (ended.exit_code, ended.error, ended.killed) == (0, None, None)
+
+
+async def test_a_container_that_lives_on_is_ended_once_the_workspace_is_saved(
+    config: Config, cluster: FakeCluster
+) -> None:
+    """And the end stays known to the next controller, although its pod is gone then."""
+    made = settings(config, cluster)
+    proxy = {"name": "proxy", "state": {"running": {}}}
+    async with opened(made) as (backend, told):
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        name = job["metadata"]["name"]
+        await cluster.pod(job, SAVED | {"phase": "Running", "containerStatuses": [*SAVED["containerStatuses"], proxy]})
+        assert (await told.end()).clean
+        await cluster.until(lambda: cluster.things["jobs", name]["spec"]["activeDeadlineSeconds"] == 1)
+    await cluster.remove("pods", f"{name}-pod")
+    async with opened(made) as (backend, _):
+        found = backend.find(claim().rollout)
+        assert found.phase is Phase.EXITED and found.exit is not None and found.exit.clean
+
+
+async def test_a_log_that_cannot_be_kept_holds_no_end_back(config: Config, cluster: FakeCluster) -> None:
+    made = settings(config, cluster)
+    async with opened(made) as (backend, told):
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        folder = made.run_dir / "attempts" / "r"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "1").write_text("a file where the attempt's folder should be")
+        await cluster.pod(job, SAVED)
+        assert (await told.end()).clean
+        backend.kill("r.1", TIMEOUT)
+        await backend.forget(backend.find(claim().rollout), keep=False)
+
+
+async def test_a_log_that_cannot_be_read_is_an_empty_one_for_the_grader(config: Config, cluster: FakeCluster) -> None:
+    made = settings(config, cluster)
+    (made.run_dir / "attempts" / "r" / "1" / "harness.log").mkdir(parents=True)
+    async with opened(made) as (backend, _):
+        await backend.start_grader(claim().rollout, "lk-g-" + "x" * 30, 1)
+        (job,) = cluster.all("jobs")
+        secret = cluster.things["secrets", job["metadata"]["name"]]
+        assert secret["data"][key_of(job["spec"]["template"]["spec"], "harness.log")] == ""

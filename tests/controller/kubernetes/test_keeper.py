@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import http.server
 import io
+import json
 import os
+import shutil
 import signal
 import stat
+import subprocess
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +153,66 @@ def test_a_workspace_that_is_too_large_has_its_own_exit_code(
     assert keeper.main(["keep"]) == keeper.TOO_LARGE
 
 
+def test_deep_and_closed_folders_come_back(tmp_path: Path) -> None:
+    """1,500 folders in one another, one without any right, one with a path that no program can use."""
+    workspace, packed, target = tmp_path / "w", tmp_path / "w.tar.gz", tmp_path / "target"
+    workspace.mkdir()
+    here = os.open(workspace, os.O_RDONLY)
+    for depth in range(2500):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+        if depth in (0, 1499):
+            os.close(os.open(f"file{depth}", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=here))
+    os.close(here)
+    (workspace / "closed").mkdir()
+    (workspace / "closed" / "file").write_text("x")
+    (workspace / "closed" / "file").chmod(0)
+    (workspace / "closed").chmod(0)
+    workspace.chmod(0)
+    assert keeper.pack(str(workspace), str(packed), 64 * MANY) == "packed 1954 entries, 1 bytes; left out 1"
+    assert keeper.unpack(str(packed), str(target), MANY) == "unpacked 1954 entries, 1 bytes; left out 0"
+    assert (target / "closed" / "file").read_text() == "x"
+    assert (target / Path(*["d"] * 1500) / "file1499").exists()
+    subprocess.run(["rm", "-rf", workspace, target], check=True)  # too deep for pytest
+
+
+def test_times_that_no_archive_holds(workspace: Path, tmp_path: Path) -> None:
+    os.utime(workspace / "a" / "b" / "run.sh", (-5, -5))
+    keeper.pack(str(workspace), str(tmp_path / "w.tar.gz"), MANY)
+    keeper.unpack(str(tmp_path / "w.tar.gz"), str(tmp_path / "target"), MANY)
+    assert (tmp_path / "target/a/b/run.sh").stat().st_mtime == 0
+    odd = tarfile.TarInfo("odd")
+    odd.mtime = 1e300
+    keeper.unpack(archive(tmp_path / "odd.tar.gz", odd), str(tmp_path / "again"), MANY)
+    assert tree(tmp_path / "again") == {"odd": ""}
+
+
+def test_what_lies_on_the_disk_counts(tmp_path: Path) -> None:
+    """Many small files; a sparse one by its length, since its archive is unpacked elsewhere."""
+    for i in range(20):
+        (tmp_path / "w").mkdir(exist_ok=True)
+        (tmp_path / "w" / str(i)).write_text("x")
+    with pytest.raises(keeper.TooLargeError, match="larger than 40000 bytes"):
+        keeper.pack(str(tmp_path / "w"), str(tmp_path / "w.tar.gz"), 40_000)
+    (tmp_path / "sparse").mkdir()
+    with (tmp_path / "sparse" / "file").open("w") as file:
+        file.truncate(50_000)
+    with pytest.raises(keeper.TooLargeError, match="larger than 40000 bytes"):
+        keeper.pack(str(tmp_path / "sparse"), str(tmp_path / "w.tar.gz"), 40_000)
+    assert not (tmp_path / "w.tar.gz").exists()
+
+
+def test_an_archive_that_the_gateway_finds_too_large_is_the_harness_s_doing(
+    gateway: type[Gateway], tmp_path: Path
+) -> None:
+    (tmp_path / "w").write_bytes(b"x")
+    gateway.answers[:] = [413]
+    with pytest.raises(keeper.TooLargeError, match="413 no"):
+        keeper.upload(str(tmp_path / "w"), time.monotonic() + 60, lambda _: None)
+
+
 def test_a_damaged_archive_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,9 +226,10 @@ def test_a_damaged_archive_is_said(
 
 
 class Proc:
-    """A /proc of a pod; `at` says what the n-th look finds: pid -> parent, and the last pid given away."""
+    """A /proc of a pod; the n-th of `looks` is what the n-th look finds: pid -> parent or (parent, container), and the
+    last pid given away."""
 
-    def __init__(self, root: Path, *looks: tuple[dict[int, int], int]) -> None:
+    def __init__(self, root: Path, *looks: tuple[Mapping[int, int | tuple[int, str]], int]) -> None:
         self.root, self.looks, self.naps = root, list(looks), 0
         self.show()
 
@@ -172,11 +237,12 @@ class Proc:
         processes, last = self.looks[min(self.naps, len(self.looks) - 1)]
         for old in self.root.iterdir():
             if old.name.isdigit():
-                (old / "stat").unlink()
-                old.rmdir()
-        for pid, parent in processes.items():
+                shutil.rmtree(old)
+        for pid, what in processes.items():
+            parent, container = what if isinstance(what, tuple) else (what, "same")
             (self.root / str(pid)).mkdir()
             (self.root / str(pid) / "stat").write_text(f"{pid} (a) b (c) S {parent} 1 1")
+            (self.root / str(pid) / "cgroup").write_text(f"0::/../{container}\n")
         (self.root / "loadavg").write_text(f"0.1 0.1 0.1 1/2 {last}\n")
 
     def sleep(self, _: float) -> None:
@@ -195,9 +261,10 @@ def watch(proc: Proc, *, asked: float | None = None, patience_s: float = 1) -> k
     return keeper.Watch(str(proc.root), str(proc.root), 7, asked_to_end, patience_s)
 
 
-def note(proc: Proc) -> None:
+def note(proc: Proc, *containers: str) -> None:
     """What the hook writes, with process 14, after which 16 was given away to one of its threads."""
-    (proc.root / "before").write_text("14 16")
+    found = [f"0::/../{name}\n" for name in containers]
+    (proc.root / "before").write_text(json.dumps({"hook": 14, "last": 16, "containers": found}))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +297,49 @@ def test_the_hook_waits_for_the_keeper(tmp_path: Path) -> None:
 
     keeper.ready(str(tmp_path), str(proc.root), 14, sleep)
     assert looks == [False] * 3
-    assert (tmp_path / "before").read_text() == "14 16"
+    assert json.loads((tmp_path / "before").read_text()) == {"hook": 14, "last": 16, "containers": []}
+
+
+def test_the_hook_notes_what_runs_before_the_harness(tmp_path: Path) -> None:
+    (tmp_path / "watching").touch()
+    Proc(tmp_path, ({1: (0, "pause"), 5: (0, "proxy"), 6: (5, "proxy"), 7: (0, "keep"), 14: (0, "keep")}, 16))
+    keeper.ready(str(tmp_path), str(tmp_path), 14)
+    noted = json.loads((tmp_path / "before").read_text())
+    assert noted["containers"] == ["0::/../keep\n", "0::/../pause\n", "0::/../proxy\n"]
+
+
+POD = {1: (0, "pause"), 7: (0, "keep")}
+PROXY = {5: (0, "proxy")}
+HARNESS = {20: (0, "harness"), 21: (20, "harness")}
+LAST = {30: (0, "last")}
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [(POD, 16), (POD | HARNESS, 21), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+        [(POD | {14: (0, "keep")}, 16), (POD, 17), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+        [(POD | HARNESS | LAST, 30), (POD | {33: (0, "harness")} | LAST, 33), (POD | LAST, 34)],
+        [(POD | {20: (0, "runtime")}, 20), (POD | HARNESS, 21), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+    ],
+    ids=["a container after it lives on", "the hook", "a command in its container", "moved by its runtime"],
+)
+def test_containers_that_live_on_are_not_waited_for(tmp_path: Path, looks: list[Any]) -> None:
+    proc = Proc(tmp_path, *looks)
+    note(proc, "pause", "keep")
+    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
+    assert len(looks) + keeper.QUIET_LOOKS - 2 == proc.naps
+
+
+def test_containers_that_start_before_the_harness_are_never_taken_for_it(tmp_path: Path) -> None:
+    """Native sidecars, say: their processes come and go, and ids are given away, while the harness has not started."""
+    probed = PROXY | {18: (0, "proxy")}
+    early = [(POD | PROXY, 16), (POD | probed, 18), *[(POD | PROXY, 19)] * 20]
+    looks = [*early, (POD | PROXY | HARNESS, 21), (POD | probed | HARNESS, 22), (POD | PROXY, 23)]
+    proc = Proc(tmp_path, *looks)
+    note(proc, "pause", "keep", "proxy")
+    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
+    assert len(looks) + keeper.QUIET_LOOKS - 2 == proc.naps
 
 
 def test_a_harness_that_does_not_end_is_killed(tmp_path: Path) -> None:
@@ -329,6 +438,8 @@ def test_the_keeper_needs_nothing_but_old_python() -> None:
         "contextlib",
         "ctypes",
         "http",
+        "itertools",
+        "json",
         "os",
         "pathlib",
         "shutil",

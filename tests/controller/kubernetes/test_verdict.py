@@ -20,6 +20,8 @@ from leyden.controller.backends.kubernetes.verdict import (
     Saving,
     Seen,
     Verdict,
+    lingers,
+    note_of,
     verdict,
 )
 from leyden.controller.jobs import Exit
@@ -162,6 +164,115 @@ def test_disruption_target_made_by_hand() -> None:
     )
     error = "EvictionByEvictionAPI: Eviction API: evicting"
     assert judge(what, "08:12:00") == Ended(failed(error, "08:11:28", "08:11:28"))
+
+
+def keeper_of(what: Seen) -> dict[str, Any]:
+    (found,) = [c for c in what.pods[0]["status"]["containerStatuses"] if c["name"] == "keep"]
+    done: dict[str, Any] = found["state"]["terminated"]
+    return done
+
+
+@pytest.mark.parametrize("second", [28, 29, 30])
+@pytest.mark.parametrize("how", ["DisruptionTarget", "deleted", "Evicted, by its event", "Evicted, by nothing"])
+def test_what_happens_to_a_pod_after_its_harness_ended_changes_nothing(how: str, second: int) -> None:
+    """It ended at :29, and its workspace is saved. In the same second, or earlier, it may have ended for it."""
+    what = seen("saved")
+    pod, clock = what.pods[0], f"2026-11-30T08:11:{second}Z"
+    if how == "DisruptionTarget":
+        condition = {"type": how, "status": "True", "reason": "PreemptionByScheduler", "lastTransitionTime": clock}
+        pod["status"].setdefault("conditions", []).append(condition)
+    elif how == "deleted":
+        pod["metadata"] |= {"deletionTimestamp": f"2026-11-30T08:11:{second + 5}Z", "deletionGracePeriodSeconds": 5}
+    else:
+        pod["status"] |= {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+        about = {"uid": pod["metadata"]["uid"]}
+        events = [{"type": "Warning", "reason": "Evicted", "involvedObject": about, "firstTimestamp": clock}]
+        what = replace(what, events=events if "event" in how else [])
+    found = judge(replace_gone(what), "08:12:00")
+    assert isinstance(found, Ended)
+    if second == 30 and "nothing" not in how:
+        assert (found.exit.exit_code, found.exit.error, found.exit.note, found.saved) == (5, None, None, True)
+    else:
+        assert found.exit.error is not None and found.exit.note is None
+
+
+def test_a_workspace_that_a_disruption_took_names_it() -> None:
+    what = seen("saving")
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "Preempted", "message": "for another"}
+    what.pods[0]["status"]["conditions"].append(condition | {"lastTransitionTime": "2026-11-30T08:11:32Z"})
+    found = judge(replace_gone(what), "08:12:00")
+    assert found == Ended(own(5, "08:11:29", "08:11:29", note="Preempted: for another"))
+    assert isinstance(found, Ended) and not found.certain
+
+
+@pytest.mark.parametrize("state", [{"running": {}}, {"waiting": {"reason": "ImagePullBackOff"}}, {}])
+def test_containers_of_the_template_that_live_on_are_not_waited_for(state: dict[str, Any]) -> None:
+    """Nor do they void anything by how they end."""
+    what = seen("saved")
+    what.pods[0]["status"]["containerStatuses"].append({"name": "proxy", "state": state})
+    found = judge(what, "08:11:30")
+    assert found == Ended(own(5, "08:11:29", "08:11:29"), saved=True)
+    assert isinstance(found, Ended) and found.certain
+    assert lingers(what.pods[0]) == ("running" in state)
+    grader = seen("running")
+    statuses = grader.pods[0]["status"]["containerStatuses"]
+    statuses[:] = [
+        {"name": "grader", "state": {"terminated": {"exitCode": 0, "finishedAt": "2026-11-30T08:11:31Z"}}},
+        {"name": "proxy", "state": state},
+    ]
+    found = judge(grader, "08:11:32")
+    assert found == Ended(own(0, "08:11:31", "08:11:31"))
+    assert isinstance(found, Ended) and found.certain
+
+
+def test_an_end_that_was_noted_on_the_job_stays() -> None:
+    """Its pod was ended afterwards, for the containers that lived on, and is gone."""
+    what = seen("killed", pods=[])
+    assert what.job is not None
+    ended = Ended(own(5, "08:11:29", "08:11:29", note="x"), saved=True)
+    what.job["metadata"]["annotations"]["leyden/ended"] = note_of(ended)
+    assert judge(what, "08:17:00") == ended
+    for damaged in ("{", "[]", "null", '{"exit": 3, "saved": true}'):
+        what.job["metadata"]["annotations"]["leyden/ended"] = damaged
+        found = judge(what, "08:17:00")
+        assert isinstance(found, Ended) and found.exit.killed == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("done", "deleted", "agents"),
+    [
+        ({"exitCode": 137, "reason": "Error"}, None, True),
+        ({"exitCode": 137, "reason": "OOMKilled"}, None, True),
+        ({"exitCode": 0, "signal": 9}, None, True),
+        ({"exitCode": 143, "reason": "Error"}, "08:12:00", True),
+        ({"exitCode": 137, "reason": "Error"}, "08:11:31", False),
+        ({"exitCode": 137, "reason": "ContainerStatusUnknown"}, None, False),
+        ({"exitCode": 1, "reason": "Error", "message": "keep: no answer"}, None, False),
+    ],
+)
+def test_an_agent_that_kills_the_keeper_is_graded(done: dict[str, Any], deleted: str | None, agents: bool) -> None:
+    """It voids nothing: its grader gets the workspace that it began with. A node kills the keeper only when the time
+    that a deleted pod has is over."""
+    what = seen("saved")
+    keeper = keeper_of(what)
+    keeper.pop("message", None)
+    keeper |= {"finishedAt": "2026-11-30T08:11:30Z", **done}
+    if deleted:
+        what.pods[0]["metadata"] |= {"deletionTimestamp": f"2026-11-30T{deleted}Z", "deletionGracePeriodSeconds": 1}
+    found = judge(what, "08:12:00")
+    assert isinstance(found, Ended)
+    assert ((found.exit.killed, found.exit.error) == ("limit", None)) == agents
+    assert ("was killed" in str(found.exit.note)) == agents
+
+
+def test_a_native_sidecar_that_is_ended_is_no_init_container_that_failed_made_by_hand() -> None:
+    what = seen("init_failed")
+    pod = what.pods[0]
+    pod["spec"]["initContainers"] = [
+        {"name": pod["status"]["initContainerStatuses"][0]["name"], "restartPolicy": "Always"}
+    ]
+    found = judge(what, "08:12:00")
+    assert isinstance(found, Ended) and found.exit.error == "the pod failed before the harness started"
 
 
 IMAGE = (

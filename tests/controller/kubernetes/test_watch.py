@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
+from leyden.controller.backends.kubernetes import watch as watch_module
 from leyden.controller.backends.kubernetes.api import JOBS, PODS, ClusterForbidden, KubernetesApi
 from leyden.controller.backends.kubernetes.watch import Selection, Timing, changes
 from tests.controller.kubernetes.conftest import FakeApiServer, items, refusal, reply, stream, thing
@@ -150,3 +151,86 @@ async def test_two_kinds_in_one_stream(server: FakeApiServer, api: KubernetesApi
             if len(kinds) == 2:
                 break
     assert kinds == {JOBS, PODS}
+
+
+class Pauses:
+    """Pauses that are asked for, and take no time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
+        self.asked: list[float] = []
+        self.over = asyncio.Event()
+        sleep = asyncio.sleep
+
+        async def note(seconds: float) -> None:
+            self.asked.append(seconds)
+            if len(self.asked) >= enough:
+                self.over.set()
+                await sleep(3600)
+            await sleep(0)
+
+        monkeypatch.setattr(watch_module.asyncio, "sleep", note)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        stream(),
+        stream(("BOOKMARK", {"metadata": {"resourceVersion": "9"}})),
+        stream(("ERROR", {"code": 410, "reason": "Expired"})),
+        stream(b'{"type": "ERROR", "object": null}\n'),
+        stream(b'{"type": "ERROR", "object": {"code": "x", "message": 3}}\n'),
+        stream(b'{"type": "ADDED", "object": null}\n'),
+        stream(b'{"type": "ADDED", "object": {"metadata": {"name": "a"}}}\n'),
+        stream(b'{"type": "ADDED", "object": {"metadata": {"name": "a", "uid": "u", "resourceVersion": 3}}}\n'),
+        stream(b'{"type": "BOOKMARK", "object": {}}\n'),
+        stream(b'{"type": "ADDED"}\n'),
+        stream(b"[]\n"),
+        stream(b"null\n"),
+        refusal(410, "too old", "Expired"),
+        refusal(429, "slow down"),
+        refusal(500, "etcd"),
+        reply(403, {"message": "forbidden"}),
+    ],
+)
+async def test_a_watch_that_gets_nowhere_is_asked_ever_more_seldom(
+    server: FakeApiServer, api: KubernetesApi, monkeypatch: pytest.MonkeyPatch, endless: object
+) -> None:
+    pauses = Pauses(monkeypatch, 8)
+    server.lists, server.watches = [items(5)], [endless]  # type: ignore[list-item]
+    reading = asyncio.create_task(take(api, 10**9, Timing()))
+    async with asyncio.timeout(60):
+        await pauses.over.wait()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    growing = [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    assert all(limit / 2 <= asked <= limit for asked, limit in zip(pauses.asked, growing, strict=True))
+    assert len(server.asked) <= 2 * len(growing)
+
+
+async def test_a_watch_that_tells_something_makes_the_pause_short_again(
+    server: FakeApiServer, api: KubernetesApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = Pauses(monkeypatch, 5)
+    server.lists, server.watches = [items(5)], [stream(), stream(), stream(("ADDED", thing("a", 6))), stream()]
+    reading = asyncio.create_task(take(api, 10**9, Timing()))
+    async with asyncio.timeout(60):
+        await pauses.over.wait()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    growing = [0.2, 0.4, 0.2, 0.4, 0.8]
+    assert all(limit / 2 <= asked <= limit for asked, limit in zip(pauses.asked, growing, strict=True))
+
+
+@pytest.mark.parametrize("body", [{}, {"items": None}, {"items": [None], "metadata": {"resourceVersion": "1"}}, [], 3])
+async def test_a_malformed_list_is_taken_again(server: FakeApiServer, api: KubernetesApi, body: object) -> None:
+    server.lists = [reply(200, body), items(9, thing("a", 8))]
+    server.watches = [stream(then="silent")]
+    assert await take(api, 2) == [("ADDED", "a", "8"), ("LISTED", "", "")]
+
+
+async def test_nulls_are_what_missing_fields_are(server: FakeApiServer, api: KubernetesApi) -> None:
+    odd = thing("a", 3, status=None, spec={"x": None, "y": [{"z": None}]})
+    odd["metadata"]["annotations"] = None
+    server.lists = [items(5, odd)]
+    found, _ = await api.list_all(JOBS)
+    assert found == [thing("a", 3, status={}, spec={"y": [{}]})]

@@ -29,7 +29,7 @@ from kubernetes_asyncio import config as kubernetes_config
 
 from leyden.controller.backends.kubernetes.manifest import Manifest
 from leyden.controller.backends.kubernetes.objects import Object
-from leyden.controller.backends.kubernetes.verdict import KILLED
+from leyden.controller.backends.kubernetes.verdict import ENDED, KILLED
 from leyden.errors import ConfigError, LeydenError
 
 REQUEST_S = 30.0
@@ -163,6 +163,11 @@ class KubernetesApi:
         change = {"metadata": {"annotations": {KILLED: f"{reason} {now:.3f}"}}, "spec": {"activeDeadlineSeconds": 1}}
         return await self.patch(JOBS, name, change)
 
+    async def end_job(self, name: str, how: str) -> Object:
+        """End what still runs in the pods of a Job whose harness ended, and note on the Job `how` that was."""
+        change = {"metadata": {"annotations": {ENDED: how}}, "spec": {"activeDeadlineSeconds": 1}}
+        return await self.patch(JOBS, name, change)
+
     async def delete_job(self, name: str, uid: str | None = None, *, grace_s: int | None = None) -> None:
         """The Job, then in the background its pods and its Secret. A Job that is gone, or another one of that name,
         is left alone."""
@@ -186,10 +191,13 @@ class KubernetesApi:
         token = ""
         while True:
             page = await self._json("GET", self._path(kind), query=[*query, *_query(**{"continue": token})])
-            items += [_lean(item) for item in page["items"]]
-            token = page["metadata"].get("continue", "")
+            try:
+                items += [_lean(item) for item in page.get("items") or ()]
+                token, version = page["metadata"].get("continue", ""), str(page["metadata"]["resourceVersion"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ClusterUnavailable(f"the list of {kind.plural} is malformed: {_name(error)}") from error
             if not token:
-                return items, page["metadata"]["resourceVersion"]
+                return items, version
 
     async def watch(
         self, kind: Kind, version: str, *, labels: str = "", fields: str = "", timeout_s: int = 60, slack_s: float = 10
@@ -211,11 +219,8 @@ class KubernetesApi:
         response = await self._send("GET", self._path(kind), query=query, timeout=timeout)
         try:
             async for line in _lines(response):
-                event = orjson.loads(line)
-                if event["type"] == "ERROR":
-                    raise _refusal(event["object"].get("code"), event["object"])
-                yield event["type"], _lean(event["object"])
-        except (TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError) as error:
+                yield _event(line)
+        except (TimeoutError, aiohttp.ClientError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ClusterUnavailable(f"the watch of {kind.plural} broke: {_name(error)}") from error
         finally:
             response.close()
@@ -362,6 +367,19 @@ async def _configuration(kubeconfig: Path | None, context: str | None) -> tuple[
         ) from error
 
 
+def _event(line: bytes) -> tuple[str, Object]:
+    """An event of a watch. Raises the ClusterError that it tells; KeyError, TypeError or the like for no event."""
+    event = orjson.loads(line)
+    what, thing = event["type"], event["object"]
+    if what == "ERROR":
+        said = thing if isinstance(thing, dict) else {}
+        code = said.get("code")
+        raise _refusal(code if isinstance(code, int) else None, said)
+    if what == "BOOKMARK":
+        return what, {"metadata": {"resourceVersion": str(thing["metadata"]["resourceVersion"])}}
+    return str(what), _lean(thing)
+
+
 def _refusal(status: int | None, said: Mapping[str, Any], call: str = "watch") -> ClusterError:
     """The API's Status object as an error."""
     message, reason = str(said.get("message") or said.get("reason") or f"status {status}"), said.get("reason")
@@ -400,9 +418,24 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _lean(thing: Object) -> Object:
-    """Without the bookkeeping of field owners, half of an object's size."""
-    thing.get("metadata", {}).pop("managedFields", None)
-    return thing
+    """Without the bookkeeping of field owners, half of an object's size, and without nulls, which mean what a missing
+    field means. Raises KeyError, TypeError or AttributeError for what is no object."""
+    metadata = thing["metadata"]
+    metadata.pop("managedFields", None)
+    for name in ("name", "uid", "resourceVersion"):
+        if not isinstance(metadata[name], str):
+            raise TypeError(f"metadata.{name} is {metadata[name]!r:.100}")
+    lean: Object = _without_nulls(thing)
+    for part in ("spec", "status"):
+        if not isinstance(lean.setdefault(part, {}), dict):
+            raise TypeError(f"{part} is {lean[part]!r:.100}")
+    return lean
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _query(**values: str | int) -> list[tuple[str, str]]:

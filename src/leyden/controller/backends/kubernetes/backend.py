@@ -2,8 +2,10 @@
 
 Concurrency. One event loop. `_read` takes changes of Jobs, pods and warnings into the ledger and looks at the Job that
 each is about; `supervise` looks at all of them every LOOK_S, since some verdicts come with time alone. A look tells
-what is new (waiting, started, ended); an end is told once, after the log has been kept. Calls of the API server that
-nobody waits for (kill, delete) are tasks that go on until the server has answered.
+what is new (waiting, started, ended); an end is told once, after the log has been kept. Jobs and pods are watched
+apart, and a watch may be behind: an end that is not certain is told only after `_ask` has read the Job and then its
+pods, and it still holds. Calls of the API server that nobody waits for (kill, delete, ask) are tasks that go on until
+the server has answered.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from leyden.client.records import Claim, Rollout
@@ -45,6 +48,8 @@ from leyden.controller.backends.kubernetes.verdict import (
     Running,
     Saving,
     Verdict,
+    lingers,
+    note_of,
     verdict,
 )
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
@@ -76,6 +81,7 @@ class KubernetesBackend:
         self._mine: dict[str, Verdict | None] = {}
         self._waited: dict[str, float] = {}
         self._deleting: set[str] = set()
+        self._asked: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rate = CreationRate(config.kubernetes.creates_per_minute, config.run_dir / "created")
         self._listed = asyncio.Event()
@@ -129,7 +135,7 @@ class KubernetesBackend:
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
         paths = launch.attempt_paths(self._config.run_dir, rollout.rollout_id, rollout.attempt)
-        printed = paths.harness_log.read_bytes() if paths.harness_log.exists() else b""
+        printed = _content(paths.harness_log)
         harness = self._mine.get(harness_job(rollout.rollout_id, rollout.attempt))
         exit_ = harness.exit if isinstance(harness, Ended) else _told_exit(rollout)
         overfull = isinstance(harness, Ended) and not harness.saved and exit_.killed == OVER_LIMIT
@@ -165,12 +171,15 @@ class KubernetesBackend:
     def find(self, rollout: Rollout) -> Attempt:
         rollout_id, number = rollout.rollout_id, rollout.attempt
         harness = harness_job(rollout_id, number)
-        seen = self._adopt(harness)
-        attempt = _as_attempt(rollout, seen, self._created_at(harness))
         if rollout.state is not RolloutState.GRADING:
-            return attempt
-        if not isinstance(seen, Ended):
-            attempt = replace(attempt, phase=Phase.EXITED, exit=_told_exit(rollout))
+            if rollout.reward is not None and not self._exists(harness):
+                return Attempt(rollout_id, number, Phase.EXITED, exit=_told_exit(rollout))
+            return _as_attempt(rollout, self._adopt(harness), self._created_at(harness))
+        seen = self._judged(harness) if self._exists(harness) else None
+        ended = seen if isinstance(seen, Ended) and seen.exit.error is None else Ended(_told_exit(rollout))
+        exit_ = ended.exit
+        self._mine[harness] = ended
+        attempt = Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
         tries = [
             n for n in range(1, self._config.grader.max_tries + 1) if self._exists(grader_job(rollout_id, number, n))
         ]
@@ -196,7 +205,10 @@ class KubernetesBackend:
             self._ledger.forget(job_id)
         if not keep:
             paths = launch.attempt_paths(self._config.run_dir, rollout_id, number)
-            (paths.root / "workspace.tar.gz").unlink(missing_ok=True)
+            try:
+                (paths.root / "workspace.tar.gz").unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("what %s left is not removed: %s", harness_job(rollout_id, number), error)
 
     def where(self, attempt: Attempt) -> str:
         paths = launch.attempt_paths(self._config.run_dir, attempt.rollout_id, attempt.attempt)
@@ -246,7 +258,10 @@ class KubernetesBackend:
         before = self._mine.get(job_id)
         if job_id not in self._mine or isinstance(before, Ended) or not self._exists(job_id):
             return
-        now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
+        now = self._judged(job_id)
+        if isinstance(now, Ended) and not now.certain:
+            self._ask(job_id)
+            return
         self._mine[job_id] = now
         match now:
             case Pending(why):
@@ -257,6 +272,36 @@ class KubernetesBackend:
                 self._events.started(job_id, self._by_own_clock(job_id, started))
             case Ended():
                 self._spawn(lambda: self._conclude(job_id, now))
+
+    def _judged(self, job_id: str) -> Verdict:
+        return verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
+
+    def _ask(self, job_id: str) -> None:
+        if job_id not in self._asked:
+            self._asked.add(job_id)
+            self._spawn(lambda: self._tell_what_is(job_id))
+
+    async def _tell_what_is(self, job_id: str) -> None:
+        """Read a Job and then its pods: what the Job tells of has happened to them by then. An end that still holds is
+        told; so is that nothing of the Job is left."""
+        labels = f"leyden/run={label(self._run)},leyden/job={label(job_id)}"
+        try:
+            jobs, _ = await self._api.list_all(JOBS, labels=labels)
+            found, _ = await self._api.list_all(PODS, labels=labels)
+            self._ledger.read(job_id, jobs, found, time.time())
+        except ClusterUnavailable:
+            raise
+        except ClusterError as error:
+            log.warning("%s: %s; what is known of it counts", job_id, error)
+        self._asked.discard(job_id)
+        if job_id not in self._mine or isinstance(self._mine[job_id], Ended):
+            return
+        now = self._judged(job_id) if self._exists(job_id) else _disappeared()
+        if not isinstance(now, Ended):
+            self._look(job_id)
+            return
+        self._mine[job_id] = now
+        await self._conclude(job_id, now)
 
     def _by_own_clock(self, job_id: str, started: float) -> float:
         """When a program started. Its node says when; but not before its pod was seen to wait, and not in the future:
@@ -272,9 +317,17 @@ class KubernetesBackend:
         return now
 
     async def _conclude(self, job_id: str, ended: Ended) -> None:
-        """Keep the log, then tell the end."""
+        """Keep the log, tell the end, end what else runs in the pod."""
         await self._keep_log(job_id)
-        self._end(job_id, self._exit(job_id, ended), saved=ended.saved)
+        told = self._exit_of(job_id, ended)
+        self._end(job_id, told.exit, saved=ended.saved)
+        job, pod = self._ledger.job(job_id), self._ledger.pod(job_id)
+        if job is not None and pod is not None and lingers(pod):
+            name = job["metadata"]["name"]
+            self._spawn(lambda: self._api.end_job(name, note_of(ended)))
+
+    def _exit_of(self, job_id: str, ended: Ended) -> Ended:
+        return replace(ended, exit=self._exit(job_id, ended))
 
     def _exit(self, job_id: str, ended: Ended) -> Exit:
         """The end of a job. Without its workspace an attempt cannot be graded, so it is void; but one that filled it
@@ -291,7 +344,8 @@ class KubernetesBackend:
         self._events.ended(job_id, exit_)
 
     async def _keep_log(self, job_id: str) -> None:
-        """The last lines that the harness or grader printed, without keys, beside what else is kept of the attempt."""
+        """The last lines that the harness or grader printed, without keys, beside what else is kept of the attempt. A
+        log that cannot be kept is no reason to tell no end."""
         pod = self._ledger.pod(job_id)
         attempt, _, grader = job_id.partition(".grade")
         rollout_id, _, number = attempt.rpartition(".")
@@ -307,10 +361,12 @@ class KubernetesBackend:
                 read = not printed.startswith(NO_LOG)
             except ClusterError as error:
                 printed = f"the log could not be read: {error}\n"
-        if target.exists() and not read:
-            return
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target.write_text(redacted(printed), encoding="utf-8", errors="replace")
+        try:
+            if read or not target.exists():
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                target.write_text(redacted(printed), encoding="utf-8", errors="replace")
+        except OSError as error:
+            log.warning("the log of %s is not kept: %s", job_id, error)
 
     async def _create(self, program: Program) -> None:
         """Make the Job, or find that it is there. What may pass is waited for; raises LaunchError for the rest."""
@@ -350,20 +406,28 @@ class KubernetesBackend:
             await self._api.own_secret(job)
             return job
 
-    def _adopt(self, job_id: str) -> Verdict | None:
-        """How a Job stands that an earlier controller made; it is ours from now on. None if there is no trace of it."""
+    def _adopt(self, job_id: str) -> Verdict:
+        """How a Job stands that an earlier controller made; it is ours from now on."""
         if not self._exists(job_id):
-            return None
+            return self._in_doubt(job_id)
         job = self._ledger.job(job_id)
         if job is not None and _owner(job) != self._controller:
             name = job["metadata"]["name"]
             self._spawn(lambda: self._api.patch(JOBS, name, {"metadata": {"annotations": {OWNER: self._controller}}}))
-        now = verdict(self._ledger.seen(job_id), self._patience(job_id), time.time())
-        if isinstance(now, Ended):
-            now = Ended(self._exit(job_id, now), now.saved)
+        now = self._judged(job_id)
+        if isinstance(now, Ended) and not now.certain:
+            now = self._in_doubt(job_id)
+        elif isinstance(now, Ended):
+            now = self._exit_of(job_id, now)
             self._spawn(lambda: self._keep_log(job_id))
         self._mine[job_id] = now
         return now
+
+    def _in_doubt(self, job_id: str) -> Pending:
+        """A Job that is ours, and whose end, if it is one, is told after the API server was asked."""
+        self._mine[job_id] = waits = Pending("the cluster is asked what became of it")
+        self._ask(job_id)
+        return waits
 
     def _exists(self, job_id: str) -> bool:
         return self._ledger.job(job_id) is not None or self._ledger.pod(job_id) is not None
@@ -391,7 +455,7 @@ class KubernetesBackend:
         task.add_done_callback(self._tasks.discard)
 
 
-def _as_attempt(rollout: Rollout, seen: Verdict | None, created: float) -> Attempt:
+def _as_attempt(rollout: Rollout, seen: Verdict, created: float) -> Attempt:
     rollout_id, number = rollout.rollout_id, rollout.attempt
     match seen:
         case Ended(exit_):
@@ -401,10 +465,20 @@ def _as_attempt(rollout: Rollout, seen: Verdict | None, created: float) -> Attem
         case Saving(exit_):
             return Attempt(rollout_id, number, Phase.RUNNING, started=exit_.started)
         case Pending(why):
-            return Attempt(rollout_id, number, Phase.STARTING, started=created, problem=why)
-    if rollout.reward is not None:
-        return Attempt(rollout_id, number, Phase.EXITED, exit=_told_exit(rollout))
-    return Attempt(rollout_id, number, Phase.LOST, problem="its Job disappeared")
+            return Attempt(rollout_id, number, Phase.STARTING, started=created or time.time(), problem=why)
+
+
+def _disappeared() -> Ended:
+    now = time.time()
+    return Ended(Exit(None, None, now, now, error="its Job disappeared"))
+
+
+def _content(log_file: Path) -> bytes:
+    """Nothing, where there is none, or none that can be read."""
+    try:
+        return log_file.read_bytes()
+    except OSError:
+        return b""
 
 
 def _told_exit(rollout: Rollout) -> Exit:

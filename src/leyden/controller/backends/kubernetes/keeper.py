@@ -5,11 +5,16 @@
     keep     wait until the harness is gone, pack the workspace, hand it to the gateway
     ready    the postStart hook of `keep`'s container: Kubernetes starts the harness's once it has ended
 
-`keep` shares the pod's process namespace. A container's first process has no parent there; so the harness runs while
-there is another one of these than `keep` and the pod's init. `ready` notes the last process id given away; a later
-one is the harness's, also where that was gone before it could be seen. On SIGTERM (the pod is being deleted) the
-harness has half of the grace period; then it is killed, so that the other half is left to save what it wrote. What
-`keep` holds, its key above all, is closed to a harness that runs as the same user in that namespace.
+`keep` shares the pod's process namespace. A container's first process has no parent there. Kubernetes starts the
+harness's container directly after `keep`'s: `ready` notes which containers run before it and the last process id given
+away; the first new container is the harness's, and it is gone when none of its first processes is left. Containers tell
+apart by their cgroups; those that start before or after it may run on. Where nothing but `keep` runs before it, an id
+given away after the noted one is the harness's, also where that was gone before it could be seen. On SIGTERM (the pod
+is being deleted) the harness has half of the grace period; then it is killed, so that the other half is left to save
+what it wrote. What `keep` holds, its key above all, is closed to a harness that runs as the same user there.
+
+What the harness left is packed as it is, whatever it is: what cannot be read, or has a path too long to be used, is
+left out and counted. Only too much of it is refused, by an exit code of its own: that is the harness's doing.
 
 What was packed is not trusted when it is unpacked: files, folders, and links that stay inside; everything else is
 left out and counted. The last line printed says what was done; it is the container's termination message on failure.
@@ -19,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -29,12 +36,14 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import PurePosixPath
-from typing import IO, Callable, Iterator
+from typing import IO, Any, Callable, Iterator
 
 VOLUME = "/leyden/volume"
 INPUT = "/leyden/in/workspace.tar.gz"
 MOST_BYTES = 256 * 2**20
 MOST_ENTRIES = 200_000
+MOST_PATH_BYTES = 3900
+LATEST_S = 2**33
 POLL_S = 0.05
 QUIET_LOOKS = 3
 READY_S = 60.0
@@ -93,33 +102,60 @@ def scratch() -> Iterator[str]:
 
 
 def pack(workspace: str, archive: str, most_bytes: int) -> str:
-    """The workspace as tar.gz: files, folders, links as links. Raises TooLargeError."""
-    size = entries = left_out = 0
+    """The workspace as tar.gz: files, folders, links as links. Raises TooLargeError, before anything is written."""
+    size = on_disk = entries = left_out = 0
+    for _, status in _walk(workspace):
+        entries += 1
+        if status is not None:
+            on_disk += max(status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_blocks * 512)
+        if on_disk > most_bytes:
+            raise TooLargeError(f"the workspace is larger than {most_bytes} bytes; see gateway.max_workspace_bytes")
+        if entries > MOST_ENTRIES:
+            raise TooLargeError(f"the workspace has more than {MOST_ENTRIES} entries")
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
-        for path, status in _walk(workspace):
-            entries += 1
-            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
-            if size > most_bytes:
-                raise TooLargeError(f"the workspace is larger than {most_bytes} bytes; see gateway.max_workspace_bytes")
-            if entries > MOST_ENTRIES:
-                raise TooLargeError(f"the workspace has more than {MOST_ENTRIES} entries")
-            left_out += not _pack_one(tar, path, os.path.relpath(path, workspace), status)
+        for name, status in _walk(workspace):
+            packed = status is not None and _pack_one(tar, os.path.join(workspace, name), name, status)
+            size += status.st_size if packed and status and stat.S_ISREG(status.st_mode) else 0
+            left_out += not packed
+            tar.members.clear()  # type: ignore[attr-defined]  # a tarfile remembers all entries
     return f"packed {entries - left_out} entries, {size} bytes; left out {left_out}"
 
 
-def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda e: e.name)
-    for entry in entries:
-        status = entry.stat(follow_symlinks=False)
-        yield entry.path, status
-        if stat.S_ISDIR(status.st_mode):
-            yield from _walk(entry.path)
+def _walk(workspace: str) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Paths in the workspace, a folder before what is in it; None for what cannot be used."""
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        found = []
+        for name in _names(os.path.join(workspace, folder)):
+            path = os.path.join(folder, name)
+            status = None
+            if len(os.fsencode(path)) <= MOST_PATH_BYTES:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(workspace, path))
+            yield path, status
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                found.append(path)
+        folders += reversed(found)
+
+
+def _names(folder: str) -> list[str]:
+    """What is in a folder, also where its owner, this user, took the right to read it away."""
+    for last in (False, True):
+        try:
+            with os.scandir(folder) as found:
+                return sorted(entry.name for entry in itertools.islice(found, MOST_ENTRIES + 1))
+        except OSError:
+            if last:
+                break
+            with contextlib.suppress(OSError):
+                os.chmod(folder, 0o700)
+    return []
 
 
 def _pack_one(tar: tarfile.TarFile, path: str, name: str, status: os.stat_result) -> bool:
     entry = tarfile.TarInfo(name)
-    entry.mode, entry.mtime = stat.S_IMODE(status.st_mode) & 0o777, int(status.st_mtime)
+    entry.mode, entry.mtime = stat.S_IMODE(status.st_mode) & 0o777, min(max(0, int(status.st_mtime)), LATEST_S)
     if stat.S_ISDIR(status.st_mode):
         entry.type = tarfile.DIRTYPE
         tar.addfile(entry)
@@ -127,12 +163,27 @@ def _pack_one(tar: tarfile.TarFile, path: str, name: str, status: os.stat_result
         entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)
         tar.addfile(entry)
     elif stat.S_ISREG(status.st_mode):
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            entry.size = status.st_size
+        file = _opened(path)
+        if file is None:
+            return False
+        with file:
+            entry.size = os.fstat(file.fileno()).st_size
             tar.addfile(entry, file)
     else:
         return False
     return True
+
+
+def _opened(path: str) -> IO[bytes] | None:
+    for last in (False, True):
+        try:
+            return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        except OSError:
+            if last:
+                break
+            with contextlib.suppress(OSError):
+                os.chmod(path, 0o600)
+    return None
 
 
 def unpack(archive: str, workspace: str, most_bytes: int) -> str:
@@ -140,30 +191,37 @@ def unpack(archive: str, workspace: str, most_bytes: int) -> str:
     os.makedirs(workspace, mode=0o777, exist_ok=True)
     os.chmod(workspace, 0o777)
     size = entries = left_out = 0
+    folders = Folders(workspace)
     with tarfile.open(archive, "r:*") as tar:
         for entry in tar:
             entries += 1
             size += entry.size if entry.isreg() else 0
             if size > most_bytes or entries > MOST_ENTRIES:
                 raise KeeperError(f"the archive holds more than {most_bytes} bytes or {MOST_ENTRIES} entries")
-            left_out += not _unpack_one(tar, entry, workspace)
+            left_out += not _unpack_one(tar, entry, folders)
+            tar.members.clear()  # type: ignore[attr-defined]
     return f"unpacked {entries - left_out} entries, {size} bytes; left out {left_out}"
 
 
-def _unpack_one(tar: tarfile.TarFile, entry: tarfile.TarInfo, workspace: str) -> bool:
+def _unpack_one(tar: tarfile.TarFile, entry: tarfile.TarInfo, folders: Folders) -> bool:
     """Whether the entry was one that may lie in a workspace. The harness's user need not be this one: all may write."""
     name = PurePosixPath(entry.name)
     parts = [p for p in name.parts if p != "."]
-    if name.is_absolute() or ".." in parts or "\0" in entry.name:
+    if (
+        name.is_absolute()
+        or ".." in parts
+        or "\0" in entry.name
+        or len(os.fsencode(entry.name)) > MOST_PATH_BYTES + 100
+    ):
         return False
     if not parts:
         return entry.isdir()
-    parent = _folder(workspace, parts[:-1])
+    parent = folders.make(parts[:-1])
     if parent is None:
         return False
     target = os.path.join(parent, parts[-1])
     if entry.isdir():
-        return _folder(workspace, parts) is not None
+        return folders.make(parts) is not None
     if os.path.lexists(target):
         return False
     if entry.issym():
@@ -178,24 +236,41 @@ def _unpack_one(tar: tarfile.TarFile, entry: tarfile.TarInfo, workspace: str) ->
     with source, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
         shutil.copyfileobj(source, file)
         os.fchmod(file.fileno(), mode)
-    os.utime(target, (entry.mtime, entry.mtime))
+    with contextlib.suppress(OSError, OverflowError, ValueError):
+        os.utime(target, (entry.mtime, entry.mtime))
     return True
 
 
-def _folder(workspace: str, parts: list[str]) -> str | None:
-    """The folder, made where it is missing; None where a link or a file is in the way."""
-    path = workspace
-    for part in parts:
-        path = os.path.join(path, part)
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            os.mkdir(path)
-            os.chmod(path, 0o777)
-            continue
-        if not stat.S_ISDIR(mode):
-            return None
-    return path
+class Folders:
+    """Makes the workspace's folders. Of the last path that was asked for, each part is known to be a folder: nothing
+    that is there is ever replaced."""
+
+    def __init__(self, workspace: str) -> None:
+        self._workspace = workspace
+        self._known: list[str] = []
+
+    def make(self, parts: list[str]) -> str | None:
+        """The folder, made where it is missing; None where a link or a file is in the way."""
+        path = os.path.join(self._workspace, *parts)
+        if parts == self._known[: len(parts)]:
+            return path
+        if parts[:-1] == self._known[: len(parts) - 1]:
+            same = len(parts) - 1
+        else:
+            same = next(i for i, part in enumerate(parts) if self._known[i : i + 1] != [part])
+        step = os.path.join(self._workspace, *parts[:same])
+        for part in parts[same:]:
+            step = os.path.join(step, part)
+            try:
+                mode = os.lstat(step).st_mode
+            except FileNotFoundError:
+                os.mkdir(step)
+                os.chmod(step, 0o777)
+                continue
+            if not stat.S_ISDIR(mode):
+                return None
+        self._known = parts
+        return path
 
 
 def _stays_inside(folder: list[str], link: str) -> bool:
@@ -229,7 +304,10 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     if not Watch("/proc", os.path.dirname(archive), os.getpid(), asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
     print("the harness is gone", flush=True)
-    packed = pack(workspace, archive, most_bytes)
+    try:
+        packed = pack(workspace, archive, most_bytes)
+    except (MemoryError, RecursionError, ValueError, tarfile.TarError) as error:
+        raise TooLargeError(f"what the harness left cannot be packed: {error!r}") from error
     print(packed, flush=True)
     until = time.monotonic() + (save_s if asked_to_end else UPLOAD_S)
     upload(archive, until)
@@ -251,8 +329,11 @@ def ready(folder: str, proc: str, own: int, sleep: Callable[[float], None] = tim
         if os.path.exists(os.path.join(folder, WATCHING)):
             break
         sleep(POLL_S)
+    before = sorted({container_of(proc, pid) for pid in (1, own, *first_processes(proc, own))})
+    if container_of(proc, 1) == container_of(proc, own):
+        before = []  # this kernel does not tell containers apart
     with open(os.path.join(folder, BEFORE + ".part"), "w", encoding="utf-8") as file:
-        file.write(f"{own} {last_pid(proc)}")
+        json.dump({"hook": own, "last": last_pid(proc), "containers": before}, file)
     os.rename(os.path.join(folder, BEFORE + ".part"), os.path.join(folder, BEFORE))
 
 
@@ -267,6 +348,8 @@ class Watch:
         self._asked_to_end = asked_to_end
         self._patience_s = patience_s
         self._was_there = False
+        self._before: dict[str, Any] | None = None
+        self._first: tuple[int, str] | None = None
 
     def until_gone(
         self, sleep: Callable[[float], None] = time.sleep, kill: Callable[[int, int], None] = os.kill
@@ -276,10 +359,9 @@ class Watch:
             pass
         quiet = 0
         while True:
-            others = first_processes(self._proc, self._own)
+            there = self._is_there()
             # An id is given away a moment before its process can be seen.
-            quiet = quiet + 1 if self._was_there and not others else 0
-            self._was_there = self._was_there or self._has_started(others)
+            quiet = quiet + 1 if self._was_there and not there else 0
             if quiet >= QUIET_LOOKS:
                 return True
             if self._asked_to_end:
@@ -289,15 +371,39 @@ class Watch:
                     self._kill_all(kill)
                 if time.monotonic() > self._asked_to_end[0] + self._patience_s + 2:
                     return True
-            sleep(POLL_S)
+            sleep(POLL_S if self._was_there else POLL_S / 5)
 
-    def _has_started(self, others: list[int]) -> bool:
-        try:
-            with open(os.path.join(self._folder, BEFORE), encoding="utf-8") as file:
-                hook, last = map(int, file.read().split())
-        except FileNotFoundError:
-            return False
-        return last_pid(self._proc) > last or any(pid != hook for pid in others)
+    def _is_there(self) -> bool:
+        """Whether a process of the harness's container runs."""
+        others = first_processes(self._proc, self._own)
+        before = self._read_before()
+        if before is None:
+            return bool(others)
+        if not before["containers"]:
+            self._was_there = (
+                self._was_there or last_pid(self._proc) > before["last"] or others not in ([], [before["hook"]])
+            )
+            return bool(others)
+        found = {pid: container_of(self._proc, pid) for pid in others}
+        new = [pid for pid, container in found.items() if container and container not in before["containers"]]
+        if self._first is None and new:
+            self._first = new[0], found[new[0]]
+        elif self._first is not None and found.get(self._first[0]):
+            self._first = self._first[0], found[self._first[0]]  # its runtime may have moved it
+        alone = len(before["containers"]) == 2
+        self._was_there = (
+            self._was_there or self._first is not None or (alone and last_pid(self._proc) > before["last"])
+        )
+        return self._first is not None and self._first[1] in found.values()
+
+    def _read_before(self) -> dict[str, Any] | None:
+        if self._before is None:
+            try:
+                with open(os.path.join(self._folder, BEFORE), encoding="utf-8") as file:
+                    self._before = json.load(file)
+            except FileNotFoundError:
+                return None
+        return self._before
 
     def _kill_all(self, kill: Callable[[int, int], None]) -> None:
         for pid in processes(self._proc):
@@ -324,6 +430,15 @@ def first_processes(proc: str, own: int) -> list[int]:
         if parent == "0" and state not in ("Z", "X"):
             found.append(pid)
     return found
+
+
+def container_of(proc: str, pid: int) -> str:
+    """What tells a process's container from others: its cgroups; nothing where the process is gone."""
+    try:
+        with open(os.path.join(proc, str(pid), "cgroup"), encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def last_pid(proc: str) -> int:
@@ -378,6 +493,8 @@ def _call(
             return
         except urllib.error.HTTPError as error:
             problem = f"{method} {url}: {error.code} {error.read(500).decode('utf-8', 'replace')}"
+            if error.code == 413:
+                raise TooLargeError(problem) from error
             if error.code < 500 and error.code not in (408, 425, 429):
                 raise KeeperError(problem) from error
         except (OSError, http.client.HTTPException) as error:

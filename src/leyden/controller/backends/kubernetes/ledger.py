@@ -1,15 +1,19 @@
-"""What is known of a run's Jobs: the latest state of each, its pods, the warnings about them. One reader changes it."""
+"""What is known of a run's Jobs: the latest state of each, its pods, the warnings about them. One reader changes it.
+
+Jobs and pods are told of apart, and each may be behind the other: `verdict` says which ends rest on that, and `read`
+takes in what the API server answers when it is asked. A state older than the known one changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from leyden.controller.backends.kubernetes.api import EVENTS, JOBS
+from leyden.controller.backends.kubernetes.api import EVENTS, JOBS, PODS
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
 from leyden.controller.backends.kubernetes.objects import Object, unix_time
 from leyden.controller.backends.kubernetes.verdict import Seen
-from leyden.controller.backends.kubernetes.watch import DELETED, Change
+from leyden.controller.backends.kubernetes.watch import DELETED, MODIFIED, Change
 
 MOST_WARNED = 5000
 WARNINGS_EACH = 20
@@ -45,11 +49,20 @@ class Ledger:
         if change.kind is JOBS:
             self._absorb_job(job_id, thing, deleted=change.event == DELETED)
         else:
-            self._pod_changed[job_id] = now
-            self._pods.setdefault(job_id, {})[metadata["uid"]] = thing
-            if change.event == DELETED:
-                self._gone.setdefault(job_id, set()).add(metadata["uid"])
+            self._absorb_pod(job_id, thing, now, deleted=change.event == DELETED)
         return job_id
+
+    def read(self, job_id: str, jobs: Sequence[Object], found: Sequence[Object], now: float) -> None:
+        """Take in all Jobs of this id, and all pods found after them, that exist by now."""
+        for kind, things in ((JOBS, jobs), (PODS, found)):
+            for thing in things:
+                self.absorb(Change(kind, MODIFIED, thing), now)
+        known, present = self._jobs.get(job_id), {thing["metadata"]["uid"] for thing in (*jobs, *found)}
+        if known is not None and known["metadata"]["uid"] not in present:
+            self.absorb(Change(JOBS, DELETED, known), now)
+        for uid, pod in tuple(self._pods.get(job_id, {}).items()):
+            if uid not in present and uid not in self._gone.get(job_id, ()):
+                self.absorb(Change(PODS, DELETED, pod), now)
 
     def job(self, job_id: str) -> Object | None:
         return self._jobs.get(job_id)
@@ -107,9 +120,21 @@ class Ledger:
                 del self._jobs[job_id]
                 self._deleted.add(job_id)
             return
-        if known is None or known["metadata"]["uid"] == uid or _age(job) >= _age(known):
+        same = known is not None and known["metadata"]["uid"] == uid
+        if known is None or (same and not _is_older(job, known)) or (not same and _age(job) >= _age(known)):
             self._jobs[job_id] = job
             self._deleted.discard(job_id)
+
+    def _absorb_pod(self, job_id: str, pod: Object, now: float, *, deleted: bool) -> None:
+        uid, pods = pod["metadata"]["uid"], self._pods.setdefault(job_id, {})
+        known, gone = pods.get(uid), self._gone.setdefault(job_id, set())
+        self._pod_changed[job_id] = now
+        if known is None or not _is_older(pod, known):
+            pods[uid] = pod
+        if deleted:
+            gone.add(uid)
+        elif known is None or _is_older(known, pod):
+            gone.discard(uid)
 
     def _warn(self, event: Object) -> str | None:
         uid = event.get("involvedObject", {}).get("uid")
@@ -126,3 +151,9 @@ class Ledger:
 
 def _age(job: Object) -> float:
     return unix_time(job["metadata"].get("creationTimestamp"))
+
+
+def _is_older(thing: Object, known: Object) -> bool:
+    """Whether a state of an object precedes the known one. Versions of one kind are numbers that grow."""
+    versions = [str(t["metadata"].get("resourceVersion", "")) for t in (thing, known)]
+    return all(v.isdecimal() for v in versions) and int(versions[0]) < int(versions[1])

@@ -11,10 +11,11 @@ Object = dict[str, Any]
 
 
 def unix_time(text: str | None) -> float:
-    """Unix seconds; 0 for none and for the zero time that stands for none."""
-    if not text:
+    """Unix seconds; 0 for none, for what is no time and for the zero time that stands for none."""
+    try:
+        return max(0.0, datetime.fromisoformat(text).timestamp()) if text else 0.0
+    except (ValueError, TypeError, OverflowError):
         return 0.0
-    return max(0.0, datetime.fromisoformat(text).timestamp())
 
 
 def deletion_asked(pod: Object) -> float | None:

@@ -8,13 +8,21 @@ all. An attempt runs once: its first pod counts, and what the Job controller wou
     killed by Leyden (annotation), the Job's deadline after a start        killed
     image, quota, scheduling, mount, eviction, node, deletion by others    `Exit.error`: infrastructure
 
+What came after the harness's own end changes nothing about it, as long as its workspace was saved: neither what became
+of its pod, nor containers of the template that run on. A workspace that was not saved is the agent's own doing where it
+is too large, or where the keeper was killed while nobody else was ending the pod.
+
+Jobs and pods are told of apart, so an end that rests on what was not seen is not `certain`: it is told once the API
+server was asked and it still holds.
+
 Objects are the API's JSON. Times are Unix seconds.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
 from leyden.controller.backends.kubernetes.keeper import TOO_LARGE
@@ -40,6 +48,8 @@ MAIN = frozenset({"harness", "grader"})
 KEEPER = "keep"
 # On the Job: why and when Leyden ended it, `timeout 1790000000.25`.
 KILLED = "leyden/killed"
+# On the Job: how the harness ended, where its pod was ended afterwards because other containers ran on.
+ENDED = "leyden/ended"
 LONGEST_MESSAGE = 1000
 
 _NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
@@ -111,10 +121,12 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`saved`: the keeper has saved the workspace."""
+    """`saved`: the keeper has saved the workspace. `certain`: the containers' own ends say so, and nothing that may
+    have been missed can say otherwise."""
 
     exit: Exit
     saved: bool = False
+    certain: bool = field(default=False, compare=False)
 
     @property
     def note(self) -> str | None:
@@ -126,6 +138,9 @@ Verdict = Pending | Running | Saving | Ended
 
 def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     """How the Job stands at `now`. Asked again later, it may answer otherwise although no object changed."""
+    noted = _noted(seen.job)
+    if noted is not None:
+        return noted
     pod = min(seen.pods, key=age_of, default=None)
     kill = _kill(seen.job) or seen.killed
     if pod is None:
@@ -154,15 +169,41 @@ def _after_harness(
         exit_ = Exit(None, None, started, ended, killed=reason)
     elif reason:
         exit_ = _taken_away(pod, reason, started, ended)
-    if exit_.error is None and exit_.killed in OWN_ENDS and _keeper(pod).get("exitCode") == TOO_LARGE:
-        exit_ = replace(exit_, killed=OVER_LIMIT, note=_keeper_failed(pod))
-    others = [c["state"] for c in pod["status"].get("containerStatuses", ()) if c["name"] not in MAIN]
+    unsaved = _unsaved_by_the_agent(pod)
+    if exit_.error is None and exit_.killed in OWN_ENDS and unsaved:
+        exit_ = replace(exit_, killed=OVER_LIMIT, note=unsaved)
     over = uid_of(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
-    if all("terminated" in state for state in others) or over:
-        return Ended(replace(exit_, note=exit_.note or _keeper_failed(pod)), _saved(pod))
+    kept = _keeper(pod)
+    if kept or over or not container_of(pod, {KEEPER}):
+        why = None if _saved(pod) or exit_.error else _keeper_failed(pod) or _disruption(pod)
+        certain = exit_.error is None and (bool(kept) or not container_of(pod, {KEEPER}))
+        return Ended(replace(exit_, note=exit_.note or why), _saved(pod), certain)
     if now < ended + patience.save_s:
         return Saving(exit_)
     return Ended(replace(exit_, note=exit_.note or f"the workspace was not saved within {patience.save_s:g} s"))
+
+
+def lingers(pod: Object) -> bool:
+    """Whether containers of the template still run although the harness has ended."""
+    others = [c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] not in MAIN | {KEEPER}]
+    return "deletionTimestamp" not in pod["metadata"] and any("running" in c.get("state", {}) for c in others)
+
+
+def note_of(ended: Ended) -> str:
+    """An end as text, for the Job's annotation."""
+    return json.dumps({"exit": asdict(ended.exit), "saved": ended.saved})
+
+
+def _noted(job: Object | None) -> Ended | None:
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(ENDED)
+    if not text:
+        return None
+    try:
+        noted = json.loads(text)
+        exit_, saved = Exit.from_json(noted["exit"]), bool(noted["saved"])
+    except (ValueError, TypeError, KeyError):
+        return None
+    return Ended(exit_, saved, certain=True) if exit_ is not None else None
 
 
 def _own_end(pod: Object, done: Object, started: float, ended: float) -> Exit:
@@ -188,7 +229,7 @@ def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float
         return kill[0] if ended >= float(int(kill[1])) else None
     disruption = _disruption(pod)
     if disruption is not None:
-        return disruption
+        return disruption if ended >= _disrupted_at(seen, pod) else None
     if asked is None or ended < asked:
         return None
     if _deadline_passed(seen.job, asked):
@@ -286,7 +327,10 @@ def _overdue(why: str, since: float, limit_s: float, now: float) -> Pending | En
 
 def _failed_pod(pod: Object) -> str:
     """A pod that failed before its harness started, or of whose containers its node has nothing left to say."""
+    sidecars = {c["name"] for c in pod["spec"].get("initContainers") or () if c.get("restartPolicy") == "Always"}
     for container in pod["status"].get("initContainerStatuses", ()):
+        if container["name"] in sidecars:
+            continue
         done = container.get("state", {}).get("terminated", {})
         if done.get("exitCode"):
             message = done.get("message", "").strip() or done.get("reason")
@@ -305,6 +349,30 @@ def _disruption(pod: Object) -> str | None:
     if condition:
         return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
     return None
+
+
+def _disrupted_at(seen: Seen, pod: Object) -> float:
+    """When a disruption of the pod began. 0 where nobody says: what ended then may have ended for it."""
+    condition = condition_of(pod, "DisruptionTarget")
+    if condition:
+        return unix_time(condition.get("lastTransitionTime"))
+    told = [event_time(e) for e in seen.events if e.get("reason") == pod["status"].get("reason") and is_about(e, pod)]
+    return min(told, default=0.0)
+
+
+def _unsaved_by_the_agent(pod: Object) -> str | None:
+    """Why the workspace was not saved, where that is the agent's doing: it left too much, or it killed the keeper,
+    which ends by itself when asked to, and which a node kills only once the pod's time to end is over."""
+    done = _keeper(pod)
+    code = done.get("exitCode")
+    if code == TOO_LARGE:
+        return _keeper_failed(pod)
+    killed = done.get("signal") or done.get("reason") == "OOMKilled" or (code or 0) > 128
+    if not killed or done.get("reason") == "ContainerStatusUnknown" or _disruption(pod):
+        return None
+    if unix_time(done.get("finishedAt")) >= deletion_due(pod) - 1:
+        return None
+    return f"the workspace was not saved: what saves it was killed ({done.get('reason')}, exit {code})"
 
 
 def _deleted(seen: Seen, pod: Object) -> str:

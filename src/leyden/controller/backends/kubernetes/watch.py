@@ -2,7 +2,11 @@
 
     list ──▶ watch from the list's version ──▶ the server ends it ──▶ watch from the last version seen ...
       ▲            │ 410, broken, silent beyond its time, or RESYNC_S have passed
-      └────────────┘ (after a pause that grows while the server does not answer)
+      └────────────┘
+
+A watch that lasted goes on at once. Whatever else comes before the next list or watch, a failure or a quick end, is
+followed by a pause that grows up to `longest_pause_s`; a watch that lasted makes it short again, one that ended well
+and told something as well.
 
 A list is compared with what is known: what changed meanwhile is reported as if it had been watched, and what is gone
 is reported as deleted in its last known state. So a silent watch costs time, never an event. Bookmarks move the
@@ -25,7 +29,6 @@ from typing import Any, Literal
 from leyden.controller.backends.kubernetes.api import (
     ClusterError,
     ClusterForbidden,
-    ClusterUnavailable,
     Kind,
     KubernetesApi,
     VersionGone,
@@ -51,7 +54,8 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Timing:
     """The server ends a watch after `watch_s`; one silent for `slack_s` longer is dead; after `resync_s` a new list
-    is taken anyway. Pauses between attempts grow from `pause_s` to `longest_pause_s`."""
+    is taken anyway. Pauses between attempts grow from `pause_s` to `longest_pause_s`, which is also how long a watch
+    lasts that needs no pause after it."""
 
     watch_s: int = 60
     slack_s: float = 10.0
@@ -112,24 +116,32 @@ class _Follower:
     async def run(self) -> None:
         pause_s = self._timing.pause_s
         while True:
+            began, told = time.monotonic(), False
             try:
-                if self._version is None or time.monotonic() > self._listed + self._timing.resync_s:
+                if self._version is None or began > self._listed + self._timing.resync_s:
                     await self._list()
-                    pause_s = self._timing.pause_s
-                await self._watch()
-                continue
+                    began = time.monotonic()
+                told = await self._watch()
+                problem, level = "it ended at once", logging.DEBUG
             except VersionGone:
-                log.info("the watch of %s is behind; listing again", self._selection.kind.plural)
-            except ClusterForbidden:
+                problem, level = "it is behind", logging.INFO
+                self._version = None
+            except ClusterForbidden as error:
                 if not self._ever_listed:
                     raise
-                log.warning("%s may not be listed at the moment; trying again", self._selection.kind.plural)
-            except ClusterUnavailable as error:
-                log.info("%s; listing again in %.1f s", error, pause_s)
+                problem, level = str(error), logging.WARNING
+                self._version = None
             except ClusterError as error:
-                log.warning("%s; listing again in %.1f s", error, pause_s)
-            self._version = None
-            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+                problem, level = str(error), logging.INFO
+                self._version = None
+            lasted = time.monotonic() - began >= self._timing.longest_pause_s
+            if lasted and self._version is not None:
+                pause_s = self._timing.pause_s
+                continue
+            if told or lasted:
+                pause_s = self._timing.pause_s
+            log.log(level, "the watch of %s: %s; going on in %.1f s", self._selection.kind.plural, problem, pause_s)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._timing.longest_pause_s)
 
     async def _list(self) -> None:
@@ -147,7 +159,8 @@ class _Follower:
         self._version, self._listed, self._ever_listed = version, time.monotonic(), True
         self._queue.put_nowait(Change(selection.kind, LISTED))
 
-    async def _watch(self) -> None:
+    async def _watch(self) -> bool:
+        """Whether it told anything before the server ended it."""
         selection, timing = self._selection, self._timing
         assert self._version is not None
         stream = self._api.watch(
@@ -159,10 +172,13 @@ class _Follower:
             slack_s=timing.slack_s,
         )
         async with aclosing(stream) as events:  # type: ignore[type-var]
+            told = False
             async for event, thing in events:
                 if event in (ADDED, MODIFIED, DELETED):
                     self._tell(event, thing)
+                    told = True
                 self._version = thing["metadata"]["resourceVersion"]
+        return told
 
     def _tell(self, event: Any, thing: Object) -> None:
         """A watch that starts anew may repeat an addition; what is known is then modified, or the same."""

@@ -152,7 +152,12 @@ def test_previous_response_without_its_instructions() -> None:
 
 def test_tools_that_are_no_functions_are_not_offered() -> None:
     function = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-    tools = [function, {"type": "namespace", "name": "n", "tools": [function]}, {"type": "web_search"}, {"type": 5}]
+    tools = [
+        function,
+        {"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]},
+        {"type": "web_search"},
+        {"type": 5},
+    ]
     request = parse(input="hi", tools=tools, include=["reasoning.encrypted_content", "file_search_call.results"])
     assert request.tools == [
         {
@@ -161,7 +166,7 @@ def test_tools_that_are_no_functions_are_not_offered() -> None:
         }
     ]
     assert request.ignored == (
-        *("tools.namespace", "tools.web_search", "tools.a number"),
+        *("tools.mcp", "tools.web_search", "tools.a number"),
         "include.file_search_call.results",
     )
 
@@ -183,7 +188,14 @@ def test_limits_and_defaults() -> None:
         ({"input": [{"content": "x"}]}, r"input\[0\] has type None; allowed are message"),
         ({"input": [{"role": "robot", "content": "x"}]}, r"input\[0\].role is 'robot'; allowed are user, system"),
         ({"input": [{"type": ["x"]}]}, r"input\[0\] has type \['x'\]; allowed are message, reasoning"),
-        ({"input": [{"type": "custom_tool_call", "input": ""}]}, "has type 'custom_tool_call'"),
+        ({"input": [{"type": "custom_tool_call", "input": ""}]}, r"input\[0\].name is null"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "input": 5}]}, r"input\[0\].input is a number"),
+        ({"input": "x", "tools": [{"type": "custom"}]}, r"tools\[0\] is a custom tool without a name"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, r"tools\[0\].name is missing"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+            r"tools\[0\].tools\[0\] is a function without a name",
+        ),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, r"input\[0\].name is null"),
         ({"input": [{"type": "function_call_output", "output": {}}]}, r"input\[0\].output is an object"),
         ({"input": [{"type": "reasoning", "summary": "x"}]}, r"input\[0\].summary is a string; send a list"),
@@ -318,3 +330,45 @@ def test_errors() -> None:
     assert failed["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
     other = openai_responses.stream_error(RequestError("no", code="capture_failed"))
     assert b'"error":{"code":"invalid_prompt","message":"no"}' in other
+
+
+def test_custom_tools_and_those_of_a_namespace_are_functions_of_the_model() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+    tools = [
+        {"type": "custom", "name": "apply_patch", "description": "Edit files.", "format": grammar},
+        {
+            "type": "namespace",
+            "name": "mcp__crm",
+            "description": "d",
+            "tools": [
+                {"type": "function", "name": "find", "parameters": {"type": "object"}},
+                {"type": "custom", "name": "ask"},
+            ],
+        },
+    ]
+    functions = [tool["function"] for tool in parse(input="x", tools=tools).tools]
+    assert [function["name"] for function in functions] == ["apply_patch", "mcp__crm__find", "mcp__crm__ask"]
+    assert functions[0]["description"] == "Edit files.\n\nThe input follows this grammar (lark):\nstart: /x/"
+    assert functions[0]["parameters"]["required"] == ["input"]
+    assert functions[1]["parameters"] == {"type": "object"}
+
+
+def test_items_that_say_nothing_to_another_model_are_skipped_and_counted() -> None:
+    """As in the history of a conversation that OpenAI's model began."""
+    skipped = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "local_shell_call", "call_id": "c", "status": "completed", "action": {"type": "exec", "command": []}},
+        {"type": "local_shell_call_output", "id": "c", "output": "x"},
+        {"type": "brand_new"},
+    ]
+    request = parse(input=[{"role": "user", "content": "a"}, *skipped, {"role": "user", "content": "b"}])
+    assert [message["content"] for message in request.messages] == ["a", "b"]
+    assert request.ignored == tuple(f"items.{item['type']}" for item in skipped)
+    assert request.unmet[-2:] == ("items.local_shell_call_output", "items.other")
+
+
+def test_the_output_of_a_tool_that_failed_may_be_an_object() -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": {"content": "no", "success": False}}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    assert parse(input=[call, output]).messages[-1] == {"role": "tool", "content": "no", "tool_call_id": "c"}

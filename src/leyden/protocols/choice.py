@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from leyden.protocols.openai_responses_tools import shown_name
 from leyden.types import Json
 
 
@@ -54,4 +55,4 @@ def _names(tools: Any) -> tuple[str, ...]:
     """The names of `{"name"}` and of `{"function": {"name"}}`."""
     kept = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in kept]
-    return tuple(tool["name"] for tool in inner if isinstance(tool.get("name"), str))
+    return tuple(shown_name(tool["name"], tool.get("namespace")) for tool in inner if isinstance(tool.get("name"), str))

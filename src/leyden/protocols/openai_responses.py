@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from leyden.errors import RequestError
 from leyden.protocols import openai_chat
 from leyden.protocols.chat import Call, ChatReply, ChatRequest, HarnessSampling, Recall, event
-from leyden.protocols.checks import field, integer, kind_of, number, objects
+from leyden.protocols.checks import field, integer, number
 from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
-from leyden.protocols.openai_responses_items import handle, input_messages, item_events, output_items
+from leyden.protocols.openai_responses_items import (
+    handle,
+    input_messages,
+    item_events,
+    output_items,
+    skipped_items,
+)
+from leyden.protocols.openai_responses_tools import Offered, offered_tools
 from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
@@ -46,16 +53,16 @@ _ECHO: Json = {
 def parse(body: Json, call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     ignored = check_fields(PROTOCOL, body)
-    offered, left_out = _tools(body)
+    offered, left_out = offered_tools(body)
     include = [str(name) for name in field(body, "include", list) or []]
     store = field(body, "store", bool)
     tool_choice = of_openai(body)
     ignored += ("tool_choice",) if tool_choice.forced else ()
-    ignored += (*left_out, *(f"include.{name}" for name in include if name != _ENCRYPTED))
+    ignored += (*left_out, *skipped_items(body), *(f"include.{name}" for name in include if name != _ENCRYPTED))
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_messages(body, call.recall),
-        tools=offered,
+        tools=[{"type": "function", "function": tool.function} for tool in offered],
         callable_tools=tool_choice.callable_tools,
         one_call=tool_choice.one_call,
         template_kwargs=field(body, "chat_template_kwargs", dict) or {},
@@ -77,7 +84,7 @@ def reply(answer: ChatReply, request: ChatRequest) -> Json:
         "status": "incomplete" if cut else "completed",
         "completed_at": None if cut else answer.created,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output_items(answer),
+        "output": output_items(answer, _named(request)),
         "usage": _usage(answer),
     }
 
@@ -146,22 +153,10 @@ def _previous(response_id: str, recall: Recall) -> list[Json]:
     return [*(message for message in asked if not message.get("instructions")), answered]
 
 
-def _tools(body: Json) -> tuple[list[Json], list[str]]:
-    """The function tools, and the types of the others: the model is not shown those."""
-    offered, left_out = [], []
-    for path, item in objects(body, "tools"):
-        kind = item.get("type")
-        if kind != "function":
-            left_out.append(f"tools.{kind if isinstance(kind, str) else kind_of(kind)}")
-            continue
-        if not isinstance(item.get("name"), str):
-            raise RequestError(f"{path} is a function without a name", param=f"{path}.name")
-        field(item, "description", str, path=path)
-        field(item, "parameters", dict, path=path)
-        kept = ("name", "description", "parameters", "strict")
-        function = {name: item[name] for name in kept if item.get(name) is not None}
-        offered.append({"type": "function", "function": function})
-    return offered, left_out
+def _named(request: ChatRequest) -> dict[str, Offered]:
+    """The tools of the request by the names that the model knows. Of equal ones the first counts."""
+    offered, _ = offered_tools(request.echo)
+    return {tool.function["name"]: tool for tool in reversed(offered)}
 
 
 def _response(answer: ChatReply, request: ChatRequest) -> Json:

@@ -6,8 +6,12 @@ message again. Ids name the turn that they come from, so a harness may send the 
 
     rs_7     the reasoning of turn 7, also as `encrypted_content`
     msg_7    its text
-    fc_7_0   its first function call, whose `call_id` is call_7_0
+    fc_7_0   its first call, of a function, whose `call_id` is call_7_0
+    ctc_7_0  the same of a custom tool
     resp_7   the response
+
+What only OpenAI's servers or models know (their own tools' calls, compactions, ...) says nothing to another model: such
+an item is skipped and counted, for a harness sends its history whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ from typing import Any
 
 from leyden.errors import NotFound, RequestError
 from leyden.protocols.chat import ChatReply, Recall, image, joined
-from leyden.protocols.checks import arguments_of, arguments_text, kind_of, objects
+from leyden.protocols.checks import arguments_of, field, kind_of, objects
+from leyden.protocols.openai_responses_tools import Offered, call_item, input_of, shown_name
 from leyden.types import FinishReason, Json
 
-_ID = re.compile(r"(rs|msg|fc|call|resp)_(\d{1,18})(?:_(\d{1,9}))?")
+_ID = re.compile(r"(rs|msg|fc|ctc|call|resp)_(\d{1,18})(?:_(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,14 @@ def input_messages(body: Json, recall: Recall) -> list[Json]:
     return messages
 
 
-def output_items(answer: ChatReply) -> list[Json]:
+def skipped_items(body: Json) -> list[str]:
+    """The kinds of the items that `input_messages` skips, as fields are named."""
+    items = body["input"] if isinstance(body.get("input"), list) else []
+    kinds = [item.get("type") for item in items if isinstance(item, dict)]
+    return [f"items.{kind}" for kind in kinds if isinstance(kind, str) and kind not in _ITEMS]
+
+
+def output_items(answer: ChatReply, offered: dict[str, Offered]) -> list[Json]:
     """The answer as items. The last one of an answer that was cut is `incomplete`."""
     turn_id, choice = answer.turn_id, answer.choices[0]
     message, calls = choice.message, choice.tool_calls
@@ -75,9 +87,9 @@ def output_items(answer: ChatReply) -> list[Json]:
             {"id": f"msg_{turn_id}", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
         )
     for index, call in enumerate(calls):
-        items.append(
-            {"id": f"fc_{turn_id}_{index}", "type": "function_call", "status": "completed", **_wire_call(call)}
-        )
+        said = call_item(call, offered)
+        prefix = "ctc" if said["type"] == "custom_tool_call" else "fc"
+        items.append({"id": f"{prefix}_{turn_id}_{index}", "status": "completed", **said})
     if choice.finish_reason is FinishReason.LENGTH:
         items[-1]["status"] = "incomplete"
     return items
@@ -96,11 +108,11 @@ def _message(item: Json, path: str, recall: Recall) -> tuple[Json | None, int | 
     kind = item.get("type")
     if kind is None:
         kind = "message" if "role" in item else "item_reference" if "id" in item else None
-    parse = _ITEMS.get(kind) if isinstance(kind, str) else None
-    if parse is None:
+    if not isinstance(kind, str):
         allowed = ", ".join(_ITEMS)
         raise RequestError(f"{path} has type {kind!r}; allowed are {allowed}", param=f"{path}.type")
-    return parse(item, path, recall)
+    parse = _ITEMS.get(kind)
+    return (None, None) if parse is None else parse(item, path, recall)
 
 
 def _role_message(item: Json, path: str, _recall: Recall) -> tuple[Json, int | None]:
@@ -126,12 +138,28 @@ def _reasoning(item: Json, path: str, recall: Recall) -> tuple[Json | None, int 
     return None, None
 
 
-def _function_call(item: Json, path: str, _recall: Recall) -> tuple[Json, int | None]:
+def _custom_arguments(item: Json, path: str, recall: Recall) -> str | Json:
+    """Those that were sampled where the input is made of them, else the input as the one argument."""
+    text: str = field(item, "input", str, path=path) or ""
+    named = handle(item.get("call_id"))
+    calls = (recall.reply(named.turn_id) or {}).get("tool_calls", []) if named else []
+    if named and named.index < len(calls):
+        sampled: str | Json = calls[named.index]["function"]["arguments"]
+        if input_of(sampled) == text:
+            return sampled
+    return {"input": text}
+
+
+def _function_call(item: Json, path: str, recall: Recall) -> tuple[Json, int | None]:
     name, call_id = item.get("name"), item.get("call_id")
     if not isinstance(name, str):
         raise RequestError(f"{path}.name is {kind_of(name)}; send the name of a function", param=f"{path}.name")
-    arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
-    call: Json = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if item.get("type") == "custom_tool_call":
+        arguments: str | Json = _custom_arguments(item, path, recall)
+    else:
+        arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
+    shown = shown_name(name, item.get("namespace"))
+    call: Json = {"type": "function", "function": {"name": shown, "arguments": arguments}}
     if isinstance(call_id, str):
         call["id"] = call_id
     turn_id = _turn(item.get("id"))
@@ -139,7 +167,10 @@ def _function_call(item: Json, path: str, _recall: Recall) -> tuple[Json, int | 
 
 
 def _function_call_output(item: Json, path: str, _recall: Recall) -> tuple[Json, int | None]:
-    message: Json = {"role": "tool", "content": _content(item.get("output"), f"{path}.output", images=True)}
+    output = item.get("output")
+    if isinstance(output, dict) and "content" in output:  # of older versions of Codex, where a tool failed
+        output = output["content"]
+    message: Json = {"role": "tool", "content": _content(output, f"{path}.output", images=True)}
     if isinstance(item.get("call_id"), str):
         message["tool_call_id"] = item["call_id"]
     return message, None
@@ -163,6 +194,8 @@ _ITEMS: dict[str, _Parse] = {
     "reasoning": _reasoning,
     "function_call": _function_call,
     "function_call_output": _function_call_output,
+    "custom_tool_call": _function_call,
+    "custom_tool_call_output": _function_call_output,
     "item_reference": _reference,
 }
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
@@ -178,7 +211,7 @@ def _recalled(named: Handle, recall: Recall) -> Json | None:
     if named.kind == "msg":
         return {"role": "assistant", "content": reply["content"]}
     calls = reply.get("tool_calls", [])
-    if named.kind == "fc" and named.index < len(calls):
+    if named.kind in ("fc", "ctc") and named.index < len(calls):
         return {"role": "assistant", "content": "", "tool_calls": [calls[named.index]]}
     return None
 
@@ -236,16 +269,11 @@ def _part(part: Any, path: str, *, images: bool) -> str | Json:
     raise RequestError(f"{path} has type {kind!r}; allowed are parts of type {allowed}", param=path)
 
 
-def _wire_call(call: Json) -> Json:
-    function = call["function"]
-    return {"call_id": call["id"], "name": function["name"], "arguments": arguments_text(function["arguments"])}
-
-
 def _begun(item: Json) -> Json:
     """An item before any of its text has come."""
     if item["type"] == "reasoning":
         return item | {"summary": []}
-    empty: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
+    empty: Json = {_TEXT[item["type"]]: [] if item["type"] == "message" else ""}
     return item | empty | {"status": "in_progress"}
 
 
@@ -278,8 +306,15 @@ def _call_events(place: Json, item: Json) -> Iterator[Json]:
     }
 
 
+def _input_events(place: Json, item: Json) -> Iterator[Json]:
+    yield {"type": "response.custom_tool_call_input.delta", **place, "delta": item["input"]}
+    yield {"type": "response.custom_tool_call_input.done", **place, "input": item["input"]}
+
+
+_TEXT = {"message": "content", "function_call": "arguments", "custom_tool_call": "input"}
 _EVENTS: dict[str, Callable[[Json, Json], Iterator[Json]]] = {
     "reasoning": _reasoning_events,
     "message": _message_events,
     "function_call": _call_events,
+    "custom_tool_call": _input_events,
 }

@@ -1,8 +1,9 @@
 """What a harness asks for and does not get: of the fields without effect, those that ask for another reply.
 
 `unmet` decides, for every protocol. A value that is met anyway (`response_format: {"type": "text"}`) asks for nothing.
-Tools that only a provider's own servers run, and content that cannot be shown, are named as fields are:
-`tools.web_search`, `content.document`. `label` bounds the names: anybody may invent them.
+Tools that only a provider's own servers run, content that cannot be shown, and items of a history that are skipped are
+named as fields are: `tools.web_search`, `content.document`, `items.compaction`. `label` bounds the names: anybody may
+invent them.
 """
 
 from __future__ import annotations
@@ -62,14 +63,28 @@ TOOLS = frozenset(
     {
         *("web_search", "web_search_preview", "web_fetch", "file_search", "code_interpreter", "code_execution"),
         *("image_generation", "computer", "computer_use", "computer_use_preview", "local_shell", "shell", "bash"),
-        *("apply_patch", "text_editor", "memory", "mcp", "mcp_toolset", "tool_search", "advisor", "namespace"),
+        *("apply_patch", "text_editor", "memory", "mcp", "mcp_toolset", "tool_search", "advisor"),
         *("tool_search_tool_regex", "tool_search_tool_bm25", "programmatic_tool_calling", "googleSearch"),
         *("googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch", "computerUse"),
         *("enterpriseWebSearch", "mcpServers", "retrieval"),
     }
 )
 CONTENT = frozenset({"document", "file", "audio", "video", "container_upload"})
-_KINDS = {"tools": TOOLS, "content": CONTENT}
+# Items of a history that say nothing to another model than OpenAI's.
+ITEMS = frozenset(
+    {
+        *(f"{tool}_call" for tool in ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")),
+        *(
+            f"{tool}_call{end}"
+            for tool in ("local_shell", "shell", "apply_patch", "computer")
+            for end in ("", "_output")
+        ),
+        *("tool_search_call", "tool_search_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("compaction", "compaction_summary", "compaction_trigger", "additional_tools", "ghost_snapshot"),
+        *("program", "program_output"),
+    }
+)
+_KINDS = {"tools": TOOLS, "content": CONTENT, "items": ITEMS}
 
 
 def _keys(value: Any, *names: str) -> bool:

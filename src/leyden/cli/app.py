@@ -221,8 +221,10 @@ def _secret() -> bytes | None:
     text = os.environ.get("LEYDEN_SECRET")
     if text is None:
         return None
-    if len(text.encode()) < MIN_SECRET_BYTES:
-        raise ConfigError("LEYDEN_SECRET", f"has {len(text.encode())} bytes, at least {MIN_SECRET_BYTES} are needed")
+    if not text.isascii():
+        raise ConfigError("LEYDEN_SECRET", "holds characters that are not ASCII; write its bytes as hexadecimal text")
+    if len(text) < MIN_SECRET_BYTES:
+        raise ConfigError("LEYDEN_SECRET", f"has {len(text)} bytes, at least {MIN_SECRET_BYTES} are needed")
     return text.encode()
 
 

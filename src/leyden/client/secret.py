@@ -20,11 +20,14 @@ def read_or_create_secret(run_dir: Path) -> bytes:
     path = run_dir / "secret"
     if not path.exists():
         _create(path)
+    if not path.is_file():
+        raise ConfigError("run_dir", f"{path} is a folder or a device, not a file; move it away")
     if path.stat().st_mode & 0o077:
         raise ConfigError("run_dir", f"{path} can be read by other users; run `chmod 600 {path}`")
-    text = path.read_text(encoding="ascii").strip()
     try:
-        secret = bytes.fromhex(text)
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise ConfigError("run_dir", f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError("run_dir", f"{path} is not hexadecimal; delete it and start again") from None
     if len(secret) < SECRET_BYTES:

@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from leyden.store.controllers import Controllers
-from leyden.store.database import connect, looking, reader
+from leyden.store.damage import reader
+from leyden.store.database import connect, looking
 from leyden.store.outage import UNSEEN, Outage, come_back, last_write
 from leyden.store.rollouts import Rollouts
 from leyden.store.turns import StoredTurn, Turns

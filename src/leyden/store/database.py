@@ -6,12 +6,13 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from leyden.errors import StoreError, Unwritable
+from leyden.store.damage import check, reader, recognise, schema
 
 PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -26,8 +27,9 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open (or make, mode 0600) the data base at `path` and bring its schema up to date.
 
     Commits survive a kill of the process; `synchronous=NORMAL` gives up only the last commits on a power cut.
-    Raises StoreError when the file was written by a newer Leyden, or is no SQLite data base.
+    Raises StoreError when the file was written by a newer Leyden, is damaged, or is no store; then it is left as it is.
     """
+    check(path, len(migrations()))
     path.touch(mode=0o600, exist_ok=True)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
     connection.row_factory = sqlite3.Row
@@ -35,11 +37,11 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA foreign_keys=ON")
-        _migrate(connection, path)
+        _migrate(connection)
     except sqlite3.DatabaseError as error:
         connection.close()
         raise StoreError(f"{path} cannot be opened: {error}; move it away to start anew") from error
-    except StoreError:
+    except Unwritable:
         connection.close()
         raise
     return connection
@@ -87,13 +89,6 @@ def _told_apart() -> Iterator[None]:
         raise
 
 
-def reader(path: Path, how: str = "mode=ro") -> sqlite3.Connection:
-    """A connection that only reads, beside others that write."""
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
-    connection.row_factory = sqlite3.Row
-    return connection
-
-
 @contextmanager
 def looking(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection to a store that is left as it is, whoever has it open and whether or not its folder can be written.
@@ -101,19 +96,26 @@ def looking(path: Path) -> Iterator[sqlite3.Connection]:
     What an earlier Leyden wrote is migrated in a copy. Raises StoreError for what is no store that this one knows.
     """
     with tempfile.TemporaryDirectory(prefix="leyden-look-") as folder:
-        connection = _unchanged(path, Path(folder))
-        try:
+        with _readable(path):
+            connection = _unchanged(path, Path(folder))
+        with closing(connection), _readable(path):
+            recognise(connection, path, len(migrations()), empty=False)
             if schema(connection) < len(migrations()):
-                original = connection
-                connection = reader(Path(folder) / "migrated.sqlite", "mode=rwc")
-                original.backup(connection)
-                original.close()
-            _migrate(connection, path)
-            yield connection
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
-        finally:
-            connection.close()
+                copy = reader(Path(folder) / "migrated.sqlite", "mode=rwc")
+                connection.backup(copy)
+                with closing(copy):
+                    _migrate(copy)
+                    yield copy
+            else:
+                yield connection
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
 
 
 def _unchanged(path: Path, folder: Path) -> sqlite3.Connection:
@@ -130,12 +132,6 @@ def _unchanged(path: Path, folder: Path) -> sqlite3.Connection:
         for source in (path, log):
             shutil.copyfile(source, folder / source.name)
         return reader(folder / path.name)
-
-
-def schema(connection: sqlite3.Connection) -> int:
-    """How many migrations the data base has had."""
-    number: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    return number
 
 
 @contextmanager
@@ -165,12 +161,6 @@ def migrations() -> list[str]:
     return [f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name)]
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    scripts = migrations()
-    current = schema(connection)
-    if current > len(scripts):
-        raise StoreError(
-            f"{path} has schema {current}, this Leyden knows {len(scripts)}: use the newer version that wrote it"
-        )
-    for number, script in enumerate(scripts[current:], start=current + 1):
+def _migrate(connection: sqlite3.Connection) -> None:
+    for number, script in enumerate(migrations()[schema(connection) :], start=schema(connection) + 1):
         connection.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version = {number};\nCOMMIT;")

@@ -353,13 +353,16 @@ class EmbeddedConfig(Section):
 
 
 class EvalConfig(Section):
-    """Validation at one policy version. Without `sampling`, the harness's own sampling holds."""
+    """Validation at one policy version. Without `sampling`, the harness's own sampling holds. A rollout passes, here
+    and in training, with a reward of at least `pass_threshold`; the mean reward is reported beside it.
+    """
 
     every: Annotated[int, Field(ge=0)] = 0
     at_start: Switch = True
     at_end: Switch = True
     tasks: PositiveInt | None = None
     samples: PositiveInt = 1
+    pass_threshold: Finite = 1.0
     sampling: EvalSamplingConfig | None = None
 
 

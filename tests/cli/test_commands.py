@@ -15,7 +15,7 @@ import yaml
 from leyden.cli.evaluating import choose_checkpoint, choose_samples, choose_tasks
 from leyden.cli.plan import describe
 from leyden.cli.signals import Stopped, run_until_signal
-from leyden.cli.training import closing_lines
+from leyden.cli.training import closing_lines, nothing_lines
 from leyden.config import RunConfig
 from leyden.doctor.preflight import check_backend
 from leyden.errors import ConfigError
@@ -259,14 +259,27 @@ def test_closing_lines(tmp_path):
     summary = {
         "steps": 3, "policy_version": 2, "seconds": {"rollouts": 3.21, "update": 0.4},
         "pass_at_1_before": 0.25, "pass_at_1_before_interval_95": [0.1, 0.5],
-        "pass_at_1_after": None, "pass_at_1_after_interval_95": None,
+        "pass_at_1_after": None, "pass_at_1_after_interval_95": None, "mean_reward_before": 0.4,
     }  # fmt: skip
     assert closing_lines(tmp_path, summary) == [
         "finished 3 steps, policy version 2",
-        "validation pass@1 before 0.250 [0.100, 0.500]",
+        "validation pass@1 before 0.250 [0.100, 0.500], mean reward 0.400",
         "seconds: rollouts 3.2, update 0.4",
         f"summary.json        {tmp_path}/summary.json",
         f"learning_curve.png  {tmp_path}/learning_curve.png",
+    ]
+
+
+def test_a_run_that_taught_nothing_ends_with_the_first_failure_of_each_kind():
+    summary = {
+        "nothing_learned": "no rollout made a model call that was served",
+        "counts": {"outcomes": {"crashed": 3, "no_calls": 1}},
+        "first_failures": {"crashed": {"rollout": "r1", "reason": "exit 2; last words: can't open file 'agent.py'"}},
+    }
+    assert nothing_lines(summary) == [
+        "nothing was learned: no rollout made a model call that was served",
+        "rollouts ended crashed 3, no_calls 1",
+        "first crashed: rollout r1: exit 2; last words: can't open file 'agent.py'",
     ]
 
 

@@ -99,7 +99,8 @@ def test_heading(tmp_path):
     assert [line.plain for line in heading(failed, tmp_path)] == [
         "train-0",
         "train step 2, task slot 1, member 0, attempt 1",
-        "failed (agent), reward 0, timed out, exit 1",
+        "failed (agent), reward 0, timed out",
+        "exit 1",
         f"2 turns, 30 sampled tokens, held 0.0 s; logs in {tmp_path}/attempts/train-0/1",
     ]
 
@@ -119,8 +120,8 @@ def test_rollouts():
     found = [rollout(0, forks={"any": 3}), rollout(1, state="failed", failure="agent", reward=None, reason="no")]
     branches = "history_rewritten 1, reply_dropped 1, side_call 1"
     assert text(rollout_table(found, 7, {"train-0": with_side_call()})) == [
-        ["train-0", "train", "2", "slot 1", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, ""],
-        ["train-1", "train", "2", "slot 1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "no"],
+        ["train-0", "train", "2", "slot 1", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, "", ""],
+        ["train-1", "train", "2", "slot 1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "crashed", "no"],
     ]
     assert shown_branches([turn(2, [1], [2], 1)]) == {}
 
@@ -165,7 +166,8 @@ def test_filters():
 def test_steps():
     step = {
         "event": "step", "step": 1, "version": 1, "reward": 0.5, "pass_rate": 0.5, "groups_without_spread": 1,
-        "groups": 2, "excluded": {"no_calls": 1}, "samples": 5, "trained_tokens": 90, "entropy": 1.5,
+        "groups": 2, "outcomes": {"completed": 3, "crashed": 1},
+        "excluded": {"no_calls": 1}, "samples": 5, "trained_tokens": 90, "entropy": 1.5,
         "grad_norm": 0.25, "max_logprob_diff": 1e-6, "seconds": {"rollouts": 2.0, "update": 0.5},
     }  # fmt: skip
     skip = {**step, "event": "skip", "step": 2, "reward": None, "pass_rate": None, "why": "every advantage is 0"}
@@ -175,14 +177,14 @@ def test_steps():
         "pass": [{"k": 1, "value": 0.25, "interval_95": [0.1, 0.5]}, {"k": 2, "value": None, "interval_95": None}],
     }  # fmt: skip
     assert text(step_table(json.loads(json.dumps([step, skip, evaluation])))) == [
-        ["1", "1", "0.500", "0.50", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", ""],
-        ["2", "1", "", "", "1/2", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5",
+        ["1", "1", "0.500", "0.50", "1/2", "crashed 1", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5", ""],
+        ["2", "1", "", "", "1/2", "crashed 1", "no_calls 1", "5", "90", "1.5", "0.25", "1e-06", "2.5",
          "skipped: every advantage is 0"],
     ]  # fmt: skip
     common = ["step-000002", "1", "4", "2", "7/8", "0.500"]
     assert text(evaluation_table([evaluation])) == [
-        [*common, "1", "0.250", "[0.100, 0.500]", "infrastructure 1", "3.0", ""],
-        [*common, "2", "no data", "", "infrastructure 1", "3.0", ""],
+        [*common, "1", "0.250", "[0.100, 0.500]", "infrastructure 1", "", "3.0", ""],
+        [*common, "2", "no data", "", "infrastructure 1", "", "3.0", ""],
     ]
 
 

@@ -208,7 +208,9 @@ async def test_function_grader_that_returns_no_number_fails(config: Config, gone
     made = config(grader={"function": "bad_grader:grade", "max_tries": 1}, harness={"max_attempts": 1})
     (rollout,) = await run(made)
     assert rollout["failure"] == "infrastructure"
-    assert "reward 'good' is not a finite number" in (attempt_dir(made) / "grade" / "grade.log").read_text()
+    said = "leyden.errors.GatewayError: the reward 'good' (str) is not a finite number"
+    assert said in (attempt_dir(made) / "grade" / "grade.log").read_text()
+    assert rollout["reason"].endswith(f"; last words: {said}")
 
 
 async def test_no_model_call_warns_and_names_the_variables(

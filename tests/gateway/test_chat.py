@@ -295,17 +295,24 @@ async def test_context_overflow_is_a_400_that_names_the_limit(gateway: Gateway) 
     assert caught.value.code == "context_length_exceeded"
     assert len(gateway.engine.requests) == 1
     assert len(await gateway.turns(rollout_id)) == 1
+    refusals = (await gateway.client.rollout(rollout_id)).refusals
+    assert list(refusals) == ["context_length_exceeded"]
+    assert "maximum context length is 2000 tokens" in refusals["context_length_exceeded"]
 
 
 async def test_turn_budget(tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer) -> None:
     config = make_config(tmp_path, tokenizer_path, harness={"max_turns": 2})
     async with serving(config, renderer) as gateway:
-        _, key = await gateway.start_rollout()
+        rollout_id, key = await gateway.start_rollout()
         client = sdk(gateway, key)
         await call(client, [USER])
         await call(client, [USER])
-        with pytest.raises(openai.BadRequestError, match="may make 2"):
-            await call(client, [USER])
+        assert (await gateway.client.rollout(rollout_id)).refusals == {}
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match="may make 2"):
+                await call(client, [USER])
+        refusals = (await gateway.client.rollout(rollout_id)).refusals
+        assert refusals == {"budget_exceeded": "the rollout has made 2 model calls and may make 2 (harness.max_turns)"}
 
 
 async def test_stop_string_ends_the_text_keeps_the_ids_and_is_never_bridged(gateway: Gateway) -> None:

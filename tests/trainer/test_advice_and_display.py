@@ -52,6 +52,9 @@ def test_what_is_left_out_and_split_is_said():
         "8 of 16 rollouts were left out (infrastructure 2, no_calls 6); "
         "does the harness use OPENAI_BASE_URL (or its family's variable)?"
     ]
+    assert advice([step(excluded={"no_calls": 8}, outcomes={"context_full": 8})]) == [
+        "8 of 16 rollouts were left out (no_calls 8)"
+    ]
     assert advice([step(excluded={"infrastructure": 7})]) == []
     assert advice([step(samples=48, forks={"compaction": 3, "rewritten history": 20})]) == [
         "3.0 samples per rollout: prompts do not extend what was recorded; "
@@ -74,6 +77,8 @@ def test_step_line():
         "1.25 samples/rollout | forks b 3, a 1 | cut 2 | 100 tokens | entropy 1 | grad 0.5 | logprob diff 1e-06 | "
         "rollouts 2.0s update 0.2s"
     )
+    ends = {"completed": 9, "crashed": 4, "timed_out": 2, "infrastructure": 1}
+    assert "| ended crashed 4, timed_out 2 | left out infrastructure 1 |" in step_line({**line, "outcomes": ends}, 60)
     skipped = {"event": "skip", "step": 2, "why": "every advantage is 0", "seconds": {"rollouts": 1.0}, "reward": None}
     assert step_line(skipped, 60) == "step 2/60 | skipped: every advantage is 0 | rollouts 1.0s"
 

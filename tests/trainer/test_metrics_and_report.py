@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 
 from leyden.trainer.metrics import MetricsLog, current, read_metrics
 from leyden.trainer.report import summarize, write_report
@@ -65,7 +66,9 @@ LINES = [
     step(
         1, "a", reward=0.25, rollouts=4, attempts=5, turns=9, sampled_tokens=90, samples=5, trained_tokens=80,
         trained_rollouts=3, excluded={"infrastructure": 1}, forks={"compaction": 2}, sample_limits={"cut": 1},
-        max_logprob_diff=2e-5, seconds={"rollouts": 3.0, "update": 1.0},
+        max_logprob_diff=2e-5, seconds={"rollouts": 3.0, "update": 1.0}, groups=2, groups_without_spread=1,
+        groups_of_one=0, groups_empty=0, outcomes={"completed": 3, "crashed": 1},
+        first_failures={"crashed": {"rollout": "r3", "reason": "exit 1"}},
     ),
     {"event": "skip", "step": 2, "version": 1, "lineage": "a", "rollouts": 4, "excluded": {"no_calls": 4},
      "reward": None, "seconds": {"rollouts": 1.5}},
@@ -73,7 +76,8 @@ LINES = [
     start(2, "b"),
     step(
         3, "b", reward=0.75, rollouts=4, attempts=4, turns=4, sampled_tokens=40, samples=4, trained_tokens=40,
-        trained_rollouts=4, excluded={}, forks={}, max_logprob_diff=1e-5,
+        trained_rollouts=4, excluded={}, forks={}, max_logprob_diff=1e-5, outcomes={"crashed": 2},
+        first_failures={"crashed": {"rollout": "r9", "reason": "exit 2"}},
         seconds={"rollouts": 2.0, "update": 1.0},
     ),
     evaluation(3, 0.75, 0.5, 0.9, "b"),
@@ -90,8 +94,21 @@ def test_summary():
         "pass_at_1_before_interval_95": [0.1, 0.5],
         "pass_at_1_after": 0.75,
         "pass_at_1_after_interval_95": [0.5, 0.9],
+        "mean_reward_before": None,
+        "mean_reward_after": None,
+        "pass_threshold": None,
+        "nothing_learned": None,
+        "first_failures": {"crashed": {"rollout": "r3", "reason": "exit 1"}},
         "evaluations": [
-            {"step": e["step"], "version": e["version"], "pass": e["pass"], "coverage": 1.0, "missing": {}}
+            {
+                "step": e["step"],
+                "version": e["version"],
+                "pass": e["pass"],
+                "coverage": 1.0,
+                "missing": {},
+                "mean_reward": None,
+                "outcomes": None,
+            }
             for e in (LINES[1], LINES[-1])
         ],
         "counts": {
@@ -101,6 +118,7 @@ def test_summary():
             "sampled_tokens": 130,
             "samples": 9,
             "trained_tokens": 120,
+            "outcomes": {"completed": 3, "crashed": 3},
             "excluded": {"infrastructure": 1, "no_calls": 4},
             "forks": {"compaction": 2},
             "sample_limits": {"cut": 1},
@@ -109,6 +127,22 @@ def test_summary():
         "max_logprob_diff": 2e-5,
         "seconds": {"evaluation": 4.0, "rollouts": 6.5, "update": 2.0},
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"groups_without_spread": 1}, None),
+        ({"groups_without_spread": 2}, "rewards never differed within a group, so every advantage was 0"),
+        ({"groups_of_one": 1, "groups_empty": 1}, "rewards never differed within a group, so every advantage was 0"),
+        ({"groups_empty": 2, "turns": 0}, "no rollout made a model call that was served"),
+    ],
+)
+def test_a_run_that_taught_nothing_says_why(values, why):
+    line = {"groups": 2, "turns": 5, "groups_without_spread": 0, "groups_of_one": 0, "groups_empty": 0} | values
+    assert summarize([start(0, "a"), step(1, "a", **line)])["nothing_learned"] == why
+    learned = step(2, "a", groups=1, turns=1, groups_without_spread=0)
+    assert summarize([start(0, "a"), step(1, "a", **line), learned])["nothing_learned"] is None
 
 
 def test_summary_of_nothing():

@@ -1,6 +1,8 @@
 """The commands. Each reads its settings, hands over to the package that does the work, and reports errors in one line.
 
-Exit status: 0 done, 1 failed, 2 the run file or the command line is wrong, 130 and 143 stopped by SIGINT and SIGTERM.
+Exit status: 0 done, 1 failed, 2 the run file or the command line is wrong, 3 it ran to its end and nothing came of it
+(`train`: no reward ever differed, or no model call was served; `eval`: nothing to measure), 130 and 143 stopped by
+SIGINT and SIGTERM.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import orjson
 
 from leyden.cli.screen import Screen, TableParts
 from leyden.cli.signals import Stopped, run_until_signal
+from leyden.cli.training import NOTHING
 from leyden.config import RunConfig
 from leyden.doctor.preflight import before_rollouts
 from leyden.errors import ConfigError
@@ -61,6 +62,11 @@ def run_evaluation(
     path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
     Screen().table(*table(result))
     display.line(f"written to {path}")
+    if result.nothing_measured:
+        display.line(f"nothing was measured: {result.nothing_measured}", "red")
+        for kind, first in result.first_failures.items():
+            display.line(f"first {kind}: rollout {first['rollout']}: {first['reason']}", "red")
+        sys.exit(NOTHING)
 
 
 def choose_tasks(config: RunConfig, split: str, limit: int | None) -> TaskSet:
@@ -112,7 +118,7 @@ def table(result: EvalResult) -> TableParts:
     mean = "none" if result.mean_reward is None else f"{result.mean_reward:.3f}"
     title = (
         f"step {result.step}, policy version {result.version}: {result.rewarded} of {result.rollouts} rollouts "
-        f"rewarded{missing}; mean reward {mean}"
+        f"rewarded{missing}; mean reward {mean}, a pass is a reward of at least {result.pass_threshold:g}"
     )
     rows = []
     for e in result.estimates:

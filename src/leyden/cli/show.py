@@ -18,6 +18,7 @@ from leyden.errors import ConfigError
 from leyden.trainer.collect import exclusion
 from leyden.trainer.display import named
 from leyden.trainer.metrics import current, read_metrics
+from leyden.trainer.outcomes import COMPLETED, failures, outcome, words
 from leyden.types import Json, RolloutState, Turn
 
 PAGE = 1000
@@ -95,7 +96,7 @@ def read_results(run_dir: Path) -> list[Json]:
 
 def step_table(lines: Iterable[Json]) -> TableParts:
     """One row per step that holds, in order."""
-    columns = ("step", "version", "reward", "pass", "no spread", "left out", "samples", "tokens", "entropy",
+    columns = ("step", "version", "reward", "pass", "no spread", "ended", "left out", "samples", "tokens", "entropy",
                "grad", "logprob diff", "seconds", "note")  # fmt: skip
     rows = [
         (
@@ -104,6 +105,7 @@ def step_table(lines: Iterable[Json]) -> TableParts:
             _number(line.get("reward"), ".3f"),
             _number(line.get("pass_rate"), ".2f"),
             f"{line['groups_without_spread']}/{line['groups']}",
+            named(failures(line.get("outcomes") or {}, told=line["excluded"])),
             named(line["excluded"]),
             str(line["samples"]),
             str(line["trained_tokens"]),
@@ -122,7 +124,7 @@ def step_table(lines: Iterable[Json]) -> TableParts:
 def evaluation_table(evaluations: Iterable[Json]) -> TableParts:
     """One row per evaluation and k."""
     columns = ("evaluation", "version", "tasks", "samples", "rewarded", "mean reward", "k", "pass@k", "95 % interval",
-               "missing", "seconds", "folder")  # fmt: skip
+               "missing", "ended", "seconds", "folder")  # fmt: skip
     rows = []
     for e in evaluations:
         checkpoint = e.get("checkpoint")
@@ -139,6 +141,7 @@ def evaluation_table(evaluations: Iterable[Json]) -> TableParts:
                     "no data" if p["value"] is None else f"{p['value']:.3f}",
                     "" if p["interval_95"] is None else _interval(p["interval_95"]),
                     named(e["missing"]),
+                    named(failures(e.get("outcomes") or {}, told=e["missing"])),
                     f"{e['seconds']:.1f}",
                     Path(e["folder"]).name if "folder" in e else "",
                 )
@@ -163,13 +166,17 @@ def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks:
 
 
 def rollout_json(rollout: Rollout) -> Json:
-    return {**asdict(rollout), "left_out": untrained(rollout)}
+    return {
+        **asdict(rollout),
+        "outcome": outcome(rollout) if rollout.state.terminal else None,
+        "untrained": untrained(rollout),
+    }
 
 
 def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str, Sequence[Turn]]) -> TableParts:
     """`turns_of` holds the turns of those that branched."""
     columns = ("rollout", "kind", "step", "task", "state", "attempt", "reward", "turns", "tokens", "versions",
-               "seconds", "branches", "reason")  # fmt: skip
+               "seconds", "branches", "ended", "reason")  # fmt: skip
     rows = []
     for r in rollouts:
         seconds = "" if r.started is None or r.finished is None else f"{max(0.0, r.finished - r.started):.1f}"
@@ -178,7 +185,8 @@ def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str
             (
                 r.rollout_id, r.kind, str(r.step), task_name(r), state_words(r), str(r.attempt),
                 _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds,
-                named(shown_branches(turns_of.get(r.rollout_id, ()))), r.reason or "",
+                named(shown_branches(turns_of.get(r.rollout_id, ()))), ended(r),
+                words(r) if ended(r) else r.reason or "",
             )
         )  # fmt: skip
     return columns, rows, f"{len(rollouts)} of {total} rollouts"
@@ -194,6 +202,12 @@ def task_name(rollout: Rollout) -> str:
 
 def state_words(rollout: Rollout) -> str:
     return f"{rollout.state} ({rollout.failure})" if rollout.failure else str(rollout.state)
+
+
+def ended(rollout: Rollout) -> str:
+    """The kind of an end that is not simply complete."""
+    kind = outcome(rollout) if rollout.state.terminal else COMPLETED
+    return "" if kind == COMPLETED else kind
 
 
 def untrained(rollout: Rollout) -> str | None:
@@ -224,7 +238,8 @@ def heading(rollout: Rollout, run_dir: Path) -> list[Line]:
         f"{rollout.kind} step {rollout.step}, task {task_name(rollout)}, member {rollout.member}, "
         f"attempt {rollout.attempt}",
         f"{state_words(rollout)}, reward {_number(rollout.reward, '.4g') or 'none'}, {exit_words(rollout)}"
-        + (f", {rollout.reason}" if rollout.reason else ""),
+        + (f", {ended(rollout)}" if ended(rollout) and not rollout.timed_out else ""),
+        *([words(rollout)] if ended(rollout) and words(rollout) else []),
         f"{rollout.turns} turns, {rollout.sampled_tokens} sampled tokens, held {rollout.held_s:.1f} s; logs in {where}",
     ]
     return [Line(rollout.rollout_id, "bold"), *(Line(fact) for fact in facts)]

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
-from leyden.trainer.display import Display
+from leyden.trainer.display import Display, named
 from leyden.types import Json
+
+NOTHING = 3  # the exit status of what ran to its end and came to nothing
 
 
 def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], secret: bytes | None) -> None:
@@ -35,6 +37,10 @@ def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], 
         display.clear()
     for line in closing_lines(config.run_dir, summary):
         display.line(line)
+    if summary["nothing_learned"]:
+        for line in nothing_lines(summary):
+            display.line(line, "red")
+        sys.exit(NOTHING)
 
 
 def closing_lines(run_dir: Path, summary: Json) -> list[str]:
@@ -42,9 +48,23 @@ def closing_lines(run_dir: Path, summary: Json) -> list[str]:
     lines = [f"finished {summary['steps']} steps, policy version {summary['policy_version']}"]
     for when in ("before", "after"):
         value, interval = summary[f"pass_at_1_{when}"], summary[f"pass_at_1_{when}_interval_95"]
+        mean = summary.get(f"mean_reward_{when}")
         if value is not None:
-            lines.append(f"validation pass@1 {when:6} {value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]")
+            known = "" if mean is None else f", mean reward {mean:.3f}"
+            lines.append(f"validation pass@1 {when:6} {value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]{known}")
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
     lines.append(f"seconds: {seconds}")
     lines += [f"{name:20}{run_dir / name}" for name in ("summary.json", "learning_curve.png")]
+    return lines
+
+
+def nothing_lines(summary: Json) -> list[str]:
+    """That a run taught nothing, why, and how its rollouts ended."""
+    lines = [f"nothing was learned: {summary['nothing_learned']}"]
+    ended = {kind: n for kind, n in summary["counts"]["outcomes"].items() if n}
+    lines.append(f"rollouts ended {named(ended)}")
+    lines += [
+        f"first {kind}: rollout {first['rollout']}: {first['reason']}"
+        for kind, first in summary["first_failures"].items()
+    ]
     return lines

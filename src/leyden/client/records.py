@@ -7,12 +7,16 @@ from typing import Any
 
 from leyden.types import FailureClass, Json, RolloutState
 
+LAST_WORDS = "; last words: "
+"""In a reason, stands between what Leyden says and the last line that harness or grader printed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One rollout as the gateway sees it. Times are Unix seconds; `change` grows with every state change.
 
     `task` is empty if the answer was asked for without tasks. `forks` counts branches by cause.
+    `refusals` are the calls that were not served: the first one's words by code.
     A queued rollout may be claimed from `retry_at` on.
     """
 
@@ -43,6 +47,7 @@ class Rollout:
     sampling: Json | None = None
     controller: str | None = None
     retry_at: float = 0.0
+    refusals: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Json) -> Rollout:
@@ -76,6 +81,7 @@ class Rollout:
             sampling=data.get("sampling"),
             controller=data.get("controller"),
             retry_at=data.get("retry_at", 0.0),
+            refusals=data.get("refusals") or {},
         )
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leyden.client.control import ControlClient
-from leyden.client.records import Rollout
+from leyden.client.records import LAST_WORDS, Rollout
 from leyden.controller import workspace
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
 from leyden.controller.jobs import OVER_LIMIT, grader_job, harness_job
+from leyden.controller.last_words import last_words
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.plan import (
     LIVE,
@@ -137,7 +138,7 @@ class Actor:
             attempt.attempt,
             exit_code=-attempt.exit.signal if attempt.exit.signal else code,
             timed_out=attempt.exit.timed_out,
-            reason=None if attempt.exit.clean else attempt.exit.describe(),
+            reason=None if attempt.exit.clean else attempt.exit.describe() + await self._last_words(attempt),
         )
         self.board.absorb([receipt.rollout])
         if receipt.grader_key is None:
@@ -173,10 +174,16 @@ class Actor:
 
     async def infrastructure(self, attempt: Attempt, reason: str) -> None:
         """Report that the attempt is void."""
-        reason = f"{reason}; {self.backend.where(attempt)}"
+        reason = f"{reason}; {self.backend.where(attempt)}{await self._last_words(attempt)}"
         rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000])
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
+
+    async def _last_words(self, attempt: Attempt) -> str:
+        """The last line of the job that ended last, as the end of a reason; nothing if it printed none."""
+        paths = attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt)
+        said = await asyncio.to_thread(last_words, paths.grade_log if attempt.tries else paths.harness_log)
+        return f"{LAST_WORDS}{said}" if said else ""
 
     async def forget(self, attempt: Attempt) -> None:
         """Drop an attempt that is over, and what it wrote if the run file says so."""

@@ -21,6 +21,7 @@ from leyden.client import ControlClient
 from leyden.client.keys import control_key
 from leyden.client.records import Rollout
 from leyden.config import EngineConfig, RunConfig
+from leyden.controller.last_words import last_lines
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.loop import run_controller
 from leyden.doctor.access import error_text
@@ -39,7 +40,6 @@ MOST_TURNS = 3
 STOP_S = 20.0
 POLL_S = 10.0
 LOG_LINES = 8
-LOG_BYTES = 4000
 MOST_REFUSED = 50
 MOST_REPLY_BYTES = 8192
 
@@ -106,8 +106,8 @@ class Rehearsal:
             protocols=dict(Counter(turn.protocol for turn in turns)),
             refused=tuple(self._refusals.seen),
             error=error,
-            harness_log=last_lines(paths.harness_log),
-            grader_log=last_lines(paths.grade_log),
+            harness_log=last_lines(paths.harness_log, LOG_LINES),
+            grader_log=last_lines(paths.grade_log, LOG_LINES),
             unmet=unmet,
         )
 
@@ -245,17 +245,6 @@ def advice_for(refused: Refused) -> str:
     if "maximum context length" in refused.text:
         return "raise model.context_tokens, or shorten the harness's prompt"
     return "docs/protocols.md says what is served"
-
-
-def last_lines(log: Path) -> tuple[str, ...]:
-    """The end of a log; nothing if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LOG_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ()
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-LOG_LINES:]
 
 
 class Refusals:

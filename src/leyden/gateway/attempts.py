@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from leyden.errors import Unauthorized, Unwritable
+from leyden.errors import RequestError, Unauthorized, Unwritable
 from leyden.gateway.http import log_bug
 from leyden.gateway.metrics import Metrics
 from leyden.protocols import ChatChoice, ChatReply
@@ -22,6 +22,8 @@ from leyden.trajectory.nodes import Conversations, Node
 from leyden.types import Claims, Json, RolloutState
 
 RECENT_REPLIES = 32
+NOT_REFUSALS = frozenset({"gone", "internal_error", "capture_failed"})
+"""Codes of calls that were given up, or failed by no fault of the caller."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Attempt:
     turns: int = 0
     conversations: Conversations = field(default_factory=Conversations)
     deliveries: list[Delivery] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
     holds: int = 0
     held_since: float = 0.0
     unwritten_held_s: float = 0.0
@@ -184,6 +187,15 @@ class Attempts:
     def incomplete(self, rollout_id: str, attempt: int) -> str | None:
         """Why the attempt will not be scored, or None."""
         return self._spoiled.get((rollout_id, attempt)) or self._store.rollouts.incomplete(rollout_id, attempt)
+
+    def refused(self, claims: Claims | None, error: RequestError) -> None:
+        """Keep the first refusal of each code, for whoever asks what became of the attempt."""
+        attempt = self._live.get((claims.rollout_id, claims.attempt)) if claims else None
+        if attempt is None or error.code in attempt.refused or error.code in NOT_REFUSALS:
+            return
+        attempt.refused.add(error.code)
+        with contextlib.suppress(Exception):  # the caller is told anyway
+            self._store.rollouts.note_refusal(attempt.rollout_id, attempt.attempt, error.code, str(error))
 
     def held_now(self, rollout_id: str, number: int) -> float:
         """Seconds that the attempt has been held and that the store does not know yet."""

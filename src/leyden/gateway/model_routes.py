@@ -60,6 +60,7 @@ class Entry:
             self.turns.attempts.broken(claims, error)
             error = InternalError(f"the gateway failed on this call ({type(error).__name__}); its log says where")
         self.metrics.refused.labels(error.code).inc()
+        self.turns.attempts.refused(claims, error)
         return error
 
 

@@ -7,6 +7,7 @@ finish a rollout twice. Each change gives the rollout a new, larger `change`: th
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from leyden.types import TERMINAL, FailureClass, Json, RolloutState
 LONGEST_BACKOFF_S = 60.0
 _ROLLOUT = """
 SELECT r.*, g.kind, g.step, g.slot, g.task, g.sampling, a.controller, a.started, a.exit_code, a.timed_out,
-       a.reward, a.held_s, a.turns, a.sampled_tokens, a.min_version, a.max_version
+       a.reward, a.held_s, a.turns, a.sampled_tokens, a.min_version, a.max_version, a.refusals
 FROM rollouts r JOIN groups g USING (group_id)
 LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.attempt = r.attempt
 """
@@ -270,6 +271,14 @@ class Rollouts:
             (why, rollout_id, attempt),
         )
 
+    def note_refusal(self, rollout_id: str, attempt: int, code: str, message: str) -> None:
+        """A call of the attempt was not served. The first one of each code is kept."""
+        self._db.execute(
+            "UPDATE attempts SET refusals = json_insert(COALESCE(refusals, '{}'), '$.' || ?, ?) "
+            "WHERE rollout_id = ? AND attempt = ?",
+            (json.dumps(code), message, rollout_id, attempt),
+        )
+
     def add_held(self, rollout_id: str, attempt: int, seconds: float) -> None:
         """Count time during which Leyden, not the harness, made the attempt wait."""
         self._db.execute(
@@ -381,6 +390,7 @@ def _rollout_json(row: sqlite3.Row, *, tasks: bool) -> Json:
     rollout["task"] = orjson.loads(rollout["task"]) if tasks else None
     rollout["sampling"] = rollout["sampling"] and orjson.loads(rollout["sampling"])
     rollout["timed_out"] = bool(rollout["timed_out"])
+    rollout["refusals"] = orjson.loads(rollout["refusals"] or "{}")
     rollout["forks"] = {}
     for name, default in (("turns", 0), ("sampled_tokens", 0), ("held_s", 0.0)):
         rollout[name] = rollout[name] or default

@@ -51,7 +51,8 @@ def _excluded(newest: Json) -> str | None:
     if not rollouts or count < EXCLUDED_SHARE * rollouts:
         return None
     kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(excluded.items()))
-    hint = "; does the harness use OPENAI_BASE_URL (or its family's variable)?" if "no_calls" in excluded else ""
+    made_none = "no_calls" in (newest.get("outcomes") or excluded)
+    hint = "; does the harness use OPENAI_BASE_URL (or its family's variable)?" if made_none else ""
     return f"{count} of {rollouts} rollouts were left out ({kinds}){hint}"
 
 

@@ -1,7 +1,7 @@
 """From tasks to finished groups: create, wait, read back.
 
 Waiting follows the gateway's feed of changes by cursor, so nothing is polled. The result is keyed by rollout
-id and holds exactly the rollouts that were asked for: an id that the feed adds is ignored with a warning, a
+id and holds exactly the rollouts that were asked for: an id that the feed adds is ignored, a
 change seen twice is taken once, and of two changes the later one holds. Which rollouts are left out, and why,
 is decided by the pure function `exclusion`.
 """
@@ -9,7 +9,6 @@ is decided by the pure function `exclusion`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections import Counter, defaultdict
@@ -19,16 +18,16 @@ from typing import TYPE_CHECKING
 
 from leyden.algorithms.batch import GroupResult, RolloutResult
 from leyden.client import Group, Rollout
+from leyden.client.records import LAST_WORDS
 from leyden.config import SamplingConfig
 from leyden.errors import CaptureError, TrainingError
+from leyden.trainer.outcomes import words
 from leyden.trajectory.kinds import branch_counts
 from leyden.trajectory.samples import RolloutSamples, SampleCounts, build_samples
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState, Turn
 
 if TYPE_CHECKING:
     from leyden.client import ControlClient
-
-log = logging.getLogger(__name__)
 
 FEED_WAIT_S = 30.0
 FEED_LIMIT = 1000
@@ -127,17 +126,18 @@ async def wait_until_terminal(
     on_progress: Callable[[Progress], None] | None = None,
     *,
     max_same_failures: int | None = None,
+    on_ended: Callable[[Rollout], None] | None = None,
 ) -> dict[str, Rollout]:
     """The final state of every rollout of `groups`, by id. A rollout's own deadline ends it, never this
     wait.
 
-    Raises TrainingError once the last `max_same_failures` rollouts that ended during the wait were all lost to the
+    `on_ended` is called once for each rollout that ends during the wait, in the order of their ends. Raises
+    TrainingError once the last `max_same_failures` rollouts that ended during the wait were all lost to the
     machinery for one and the same reason: the others would end like them.
     """
     start = time.monotonic()
     latest = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
     earlier = {rollout_id for rollout_id, rollout in latest.items() if rollout.state in TERMINAL}
-    strangers: set[str] = set()
     cursor = min((r.change for r in latest.values()), default=0)
     while True:
         if on_progress is not None:
@@ -147,10 +147,12 @@ async def wait_until_terminal(
         changed, cursor = await client.rollouts(
             after=cursor, states=sorted(TERMINAL), wait_s=FEED_WAIT_S, limit=FEED_LIMIT, tasks=False
         )
-        unknown = merge(latest, changed) - strangers
-        if unknown:
-            strangers |= unknown
-            log.warning("ignored %d rollouts that are not of this step: %s", len(unknown), sorted(unknown)[:5])
+        open_before = {rollout_id for rollout_id, r in latest.items() if r.state not in TERMINAL}
+        merge(latest, changed)
+        ended = [latest[i] for i in open_before if latest[i].state in TERMINAL]
+        if on_ended is not None:
+            for rollout in sorted(ended, key=lambda r: r.change):
+                on_ended(rollout)
         count, reason = failed_alike(r for rollout_id, r in latest.items() if rollout_id not in earlier)
         if max_same_failures is not None and count >= max_same_failures:
             raise TrainingError(
@@ -159,16 +161,12 @@ async def wait_until_terminal(
             )
 
 
-def merge(latest: dict[str, Rollout], changed: Iterable[Rollout]) -> set[str]:
-    """Take newer changes of known rollouts into `latest`; return the ids that are not known."""
-    unknown = set()
+def merge(latest: dict[str, Rollout], changed: Iterable[Rollout]) -> None:
+    """Take newer changes of known rollouts into `latest`. Others are of other steps, or of other users."""
     for rollout in changed:
         known = latest.get(rollout.rollout_id)
-        if known is None:
-            unknown.add(rollout.rollout_id)
-        elif rollout.change > known.change:
+        if known is not None and rollout.change > known.change:
             latest[rollout.rollout_id] = replace(rollout, task=known.task)
-    return unknown
 
 
 def failed_alike(rollouts: Iterable[Rollout]) -> tuple[int, str]:
@@ -185,7 +183,7 @@ def failed_alike(rollouts: Iterable[Rollout]) -> tuple[int, str]:
 
 
 def _words(reason: str) -> str:
-    return re.sub(r"\S*[\d/]\S*", "#", reason)
+    return re.sub(r"\S*[\d/]\S*", "#", reason.partition(LAST_WORDS)[0])
 
 
 def progress(rollouts: Iterable[Rollout], elapsed_s: float) -> Progress:
@@ -236,7 +234,7 @@ def assemble(
     kinds: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for rollout in rollouts:
-        key, kind, why = rollout.rollout_id, exclusion(rollout), rollout.reason
+        key, kind, why = rollout.rollout_id, exclusion(rollout), words(rollout)
         if kind is None:
             try:
                 built[key] = _samples(rollout, turns_of[key], max_tokens)

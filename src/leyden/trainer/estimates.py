@@ -18,8 +18,6 @@ from leyden.types import Json
 
 Z_95 = 1.959963984540054
 BOOTSTRAP_DRAWS = 4000
-PASS_REWARD = 1.0
-"""A rollout passes when its reward is at least this; partial credit does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,9 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
-def estimate(rewards: Sequence[Sequence[float | None]], k: int, *, seed: int = 0) -> Estimate:
-    """pass@k over tasks. `rewards[i]` holds one entry per sample of task i, None where there is no reward.
+def estimate(rewards: Sequence[Sequence[float | None]], k: int, *, threshold: float = 1.0, seed: int = 0) -> Estimate:
+    """pass@k over tasks. `rewards[i]` holds one entry per sample of task i, None where there is no reward; a sample
+    passes with a reward of at least `threshold`.
 
     The interval is Wilson's for k = 1 with one sample a task, otherwise a percentile bootstrap over tasks.
     Where all tasks agree on 0 or 1, resampling shows no spread and Wilson's interval over tasks is the honest
@@ -66,7 +65,7 @@ def estimate(rewards: Sequence[Sequence[float | None]], k: int, *, seed: int = 0
     covered = [task for task in known if len(task) >= k]
     if not covered:
         return Estimate(k, None, None, None, 0, "none")
-    values = np.array([pass_at_k(len(task), sum(r >= PASS_REWARD for r in task), k) for task in covered])
+    values = np.array([pass_at_k(len(task), sum(r >= threshold for r in task), k) for task in covered])
     value = float(values.mean())
     single = k == 1 and all(len(task) == 1 for task in covered)
     if single or value in (0.0, 1.0):

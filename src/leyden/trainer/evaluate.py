@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from leyden.config import SamplingConfig
@@ -18,7 +18,9 @@ from leyden.trainer.collect import (
     group_request,
     wait_until_terminal,
 )
+from leyden.trainer.display import named
 from leyden.trainer.estimates import Estimate, estimate
+from leyden.trainer.outcomes import count, failures, first_failures
 from leyden.types import Json
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ deployed.
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """`tasks` and `rollouts` were asked for, `rewarded` of the rollouts have a reward; the others are
-    `missing` by reason and enter no mean. `estimates` are pass@k in the order asked for."""
+    `missing` by reason and enter no mean. `estimates` are pass@k in the order asked for: a rollout passes with a reward
+    of at least `pass_threshold`. `outcomes` and `first_failures` say how rollouts ended, as those of a step do."""
 
     step: int
     version: int
@@ -46,6 +49,9 @@ class EvalResult:
     missing: Mapping[str, int]
     no_calls: int
     seconds: float
+    pass_threshold: float = 1.0
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    first_failures: Mapping[str, Json] = field(default_factory=dict)
 
     @property
     def coverage(self) -> float:
@@ -61,7 +67,10 @@ class EvalResult:
             "rewarded": self.rewarded,
             "coverage": self.coverage,
             "mean_reward": self.mean_reward,
+            "pass_threshold": self.pass_threshold,
             "pass": [e.as_json() for e in self.estimates],
+            "outcomes": dict(self.outcomes),
+            "first_failures": dict(self.first_failures),
             "missing": dict(self.missing),
             "no_calls": self.no_calls,
             "seconds": round(self.seconds, 3),
@@ -70,7 +79,18 @@ class EvalResult:
     def __str__(self) -> str:
         passes = ", ".join(str(e) for e in self.estimates)
         missing = ", ".join(f"{kind} {n}" for kind, n in sorted(self.missing.items()))
-        return f"{passes}, {self.rewarded}/{self.rollouts} rewarded" + (f" (missing: {missing})" if missing else "")
+        parts = [passes] if self.mean_reward is None else [f"mean reward {self.mean_reward:.3f}", passes]
+        parts.append(f"{self.rewarded}/{self.rollouts} rewarded" + (f" (missing: {missing})" if missing else ""))
+        if failed := failures(self.outcomes, told={"no_calls", *self.missing}):
+            parts.append(f"ended {named(failed)}")
+        return ", ".join(parts)
+
+    @property
+    def nothing_measured(self) -> str | None:
+        """Why the estimates say nothing of the model, or None."""
+        if self.no_calls == self.rollouts:
+            return "no rollout made a model call that was served"
+        return "no rollout got a reward" if self.rewarded == 0 else None
 
 
 async def evaluate(
@@ -86,6 +106,8 @@ async def evaluate(
     on_progress: Callable[[Progress], None] | None = None,
     max_same_failures: int | None = None,
     filed_under: int | None = None,
+    pass_threshold: float = 1.0,
+    on_ended: Callable[[Rollout], None] | None = None,
 ) -> EvalResult:
     """Run the evaluation groups of `step` (those that exist already are not run again) and estimate
     pass@k. With `filed_under`, the gateway knows the groups by that step instead.
@@ -96,8 +118,13 @@ async def evaluate(
         group_request("eval", place, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
     ]
     groups = await create_groups(client, requests)
-    final = await wait_until_terminal(client, groups, on_progress, max_same_failures=max_same_failures)
-    result = score(groups, final, step=step, version=version, ks=ks, seed=seed, seconds=time.monotonic() - start)
+    final = await wait_until_terminal(
+        client, groups, on_progress, max_same_failures=max_same_failures, on_ended=on_ended
+    )
+    seconds = time.monotonic() - start
+    result = score(
+        groups, final, step=step, version=version, ks=ks, seed=seed, seconds=seconds, pass_threshold=pass_threshold
+    )
     await client.consume([group.group_id for group in groups])
     return result
 
@@ -111,6 +138,7 @@ def score(
     ks: Sequence[int],
     seed: int,
     seconds: float,
+    pass_threshold: float = 1.0,
 ) -> EvalResult:
     """Pure: final rollouts -> estimates with what is missing."""
     missing: Counter[str] = Counter()
@@ -137,8 +165,11 @@ def score(
         rollouts=sum(group.size for group in groups),
         rewarded=len(known),
         mean_reward=sum(known) / len(known) if known else None,
-        estimates=tuple(estimate(rewards, k, seed=seed) for k in ks),
+        estimates=tuple(estimate(rewards, k, threshold=pass_threshold, seed=seed) for k in ks),
         missing=dict(missing),
         no_calls=no_calls,
         seconds=seconds,
+        pass_threshold=pass_threshold,
+        outcomes=count(final.values()),
+        first_failures=first_failures(final.values()),
     )

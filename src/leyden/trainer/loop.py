@@ -50,6 +50,7 @@ from leyden.trainer.display import Display, named, progress_line, step_line
 from leyden.trainer.evaluate import evaluate
 from leyden.trainer.measure import measure, scalars
 from leyden.trainer.metrics import Board, MetricsLog, current, read_metrics
+from leyden.trainer.outcomes import FirstFailures
 from leyden.trainer.report import write_report
 from leyden.trainer.tasks import TaskSet, tasks_for_step
 from leyden.types import Json
@@ -136,6 +137,7 @@ class Loop:
         self._saved_step = cursor.step
         self._updating = False
         self._empty_steps = 0
+        self._first_failures = FirstFailures(display.warn, set())
 
     async def run(self) -> Json:
         """Train to the last step; returns the summary. Cancelling it stops after the writes of the step."""
@@ -176,6 +178,7 @@ class Loop:
                 groups,
                 self._progress(f"step {step}"),
                 max_same_failures=self._config.trainer.max_same_failures,
+                on_ended=self._first_failures,
             )
         with timer.phase("batch"):
             limit = self._config.trainer.max_sample_tokens
@@ -197,8 +200,7 @@ class Loop:
         """Writes 3 to 7 of a step."""
         if why := nothing_to_learn(batch):
             self._cursor = Cursor(step, self._cursor.version)
-            numbers = measure(collected, batch, {}, timer.seconds)
-            line = self._append("skip", {"why": why, **numbers, "unmet": await self._not_given()})
+            line = self._append("skip", {"why": why, **await self._measure(collected, batch, {}, timer)})
         else:
             self._display.live(f"step {step}  updating on {len(batch.samples)} samples")
             self._updating = True
@@ -206,14 +208,17 @@ class Loop:
                 stats = await asyncio.to_thread(self._policy.update, batch)
             self._cursor = Cursor(step, self._cursor.version + 1)
             self._updating = False
-            numbers = measure(collected, batch, stats, timer.seconds)
-            line = self._append("step", {**numbers, "unmet": await self._not_given()})
+            line = self._append("step", await self._measure(collected, batch, stats, timer))
             await self._publish()
         self._show(line)
         if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
             await asyncio.to_thread(self._save)
         await self._client.consume([group.group_id for group in groups])
         self._count_empty(collected, batch)
+
+    async def _measure(self, collected: Collected, batch: Batch, stats: Mapping[str, float], timer: Timer) -> Json:
+        numbers = measure(collected, batch, stats, timer.seconds, pass_threshold=self._config.eval.pass_threshold)
+        return {**numbers, "unmet": await self._not_given()}
 
     async def _not_given(self) -> Json:
         """What harnesses asked for and did not get since the last step. A gateway that starts again counts from 0."""
@@ -266,6 +271,8 @@ class Loop:
             seed=self._config.trainer.seed,
             on_progress=self._progress(f"validation at step {at.step}"),
             max_same_failures=self._config.trainer.max_same_failures,
+            pass_threshold=settings.pass_threshold,
+            on_ended=self._first_failures,
         )
         self._append("eval", result.as_json())
         self._display.line(f"validation at step {at.step} | {result} | {result.seconds:.1f} s", "bold")

@@ -7,15 +7,21 @@ from dataclasses import asdict
 
 from leyden.algorithms.batch import Batch
 from leyden.trainer.collect import Collected
-from leyden.trainer.estimates import PASS_REWARD
+from leyden.trainer.outcomes import count, first_failures
 from leyden.types import Json
 
 
 def measure(
-    collected: Collected, batch: Batch, update: Mapping[str, float | None], seconds: Mapping[str, float]
+    collected: Collected,
+    batch: Batch,
+    update: Mapping[str, float | None],
+    seconds: Mapping[str, float],
+    *,
+    pass_threshold: float = 1.0,
 ) -> Json:
-    """Counts are of this step. `reward`, `pass_rate` are over rollouts that are not excluded, None without
-    one.
+    """Counts are of this step. `reward` (the mean) and `pass_rate` (the share of at least `pass_threshold`) are over
+    rollouts that are not excluded, None without one. `outcomes` counts all rollouts by how they ended, and
+    `first_failures` has the first one of each kind that is not `completed`.
 
     `sample_limits` are the non-zero counts of `SampleCounts`. `update` adds its own names (entropy,
     grad_norm, ...).
@@ -26,7 +32,9 @@ def measure(
         "rollouts": len(collected.rollouts),
         "attempts": collected.attempts,
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "pass_rate": sum(r >= PASS_REWARD for r in rewards) / len(rewards) if rewards else None,
+        "pass_rate": sum(r >= pass_threshold for r in rewards) / len(rewards) if rewards else None,
+        "outcomes": count(collected.rollouts),
+        "first_failures": first_failures(collected.rollouts),
         "groups": counts.groups,
         "groups_without_spread": counts.groups_without_spread,
         "groups_of_one": counts.groups_of_one,
@@ -49,11 +57,12 @@ def scalars(line: Json) -> dict[str, float | None]:
     if line["event"] == "eval":
         prefix = "validation"
         passes = {f"{prefix}/pass@{p['k']}": p["value"] for p in line["pass"]}
-        return passes | {f"{prefix}/reward": line["mean_reward"], f"{prefix}/coverage": line["coverage"]}
+        outcomes = {f"{prefix}/outcomes/{kind}": n for kind, n in (line.get("outcomes") or {}).items()}
+        return passes | outcomes | {f"{prefix}/reward": line["mean_reward"], f"{prefix}/coverage": line["coverage"]}
     flat: dict[str, float | None] = {}
     for name, value in line.items():
         if isinstance(value, dict):
-            flat.update({f"{name}/{key}": v for key, v in value.items()})
+            flat.update({f"{name}/{key}": v for key, v in value.items() if isinstance(v, int | float)})
         elif isinstance(value, int | float) and name not in ("step", "time"):
             flat[f"train/{name}"] = value
     return flat

@@ -12,14 +12,17 @@ import orjson
 from leyden.trainer.metrics import current
 from leyden.types import Json
 
+EVALUATION = ("step", "version", "mean_reward", "pass", "coverage", "missing", "outcomes")
 COUNTED = ("rollouts", "attempts", "turns", "sampled_tokens", "samples", "trained_tokens")
-COUNTED_BY_NAME = ("excluded", "forks", "sample_limits", "unmet")
+COUNTED_BY_NAME = ("outcomes", "excluded", "forks", "sample_limits", "unmet")
 
 
 def summarize(lines: Sequence[Json]) -> Json:
     """One object for a whole run, over the lines that hold.
 
-    `pass_at_1_before` and `_after` are those of the first and the last evaluation, null without one. Counts
+    `pass_at_1_before` and `_after`, like `mean_reward_before` and `_after`, are those of the first and the last
+    evaluation, null without one. `nothing_learned` says why no update can have taught anything, null where one did;
+    `first_failures` has for each way a training rollout failed the first one. Counts
     are of training rollouts; `seconds` are per phase over all lines that hold, `lineages` how often the run
     was started.
     """
@@ -41,14 +44,41 @@ def summarize(lines: Sequence[Json]) -> Json:
         "pass_at_1_before_interval_95": _pass_at_1(before, "interval_95"),
         "pass_at_1_after": _pass_at_1(after, "value"),
         "pass_at_1_after_interval_95": _pass_at_1(after, "interval_95"),
-        "evaluations": [{k: e[k] for k in ("step", "version", "pass", "coverage", "missing")} for e in evals],
+        "mean_reward_before": before and before.get("mean_reward"),
+        "mean_reward_after": after and after.get("mean_reward"),
+        "pass_threshold": next((e["pass_threshold"] for e in reversed(evals) if "pass_threshold" in e), None),
+        "evaluations": [{k: e.get(k) for k in EVALUATION} for e in evals],
+        "nothing_learned": nothing_learned(steps),
         "counts": counts,
+        "first_failures": _first_failures(steps),
         "samples_per_rollout": counts["samples"] / trained_rollouts if trained_rollouts else None,
         "max_logprob_diff": max(
             (line["max_logprob_diff"] for line in steps if "max_logprob_diff" in line), default=None
         ),
         "seconds": _seconds(kept),
     }
+
+
+def nothing_learned(steps: Sequence[Json]) -> str | None:
+    """Why the steps of a run cannot have taught the model anything, or None."""
+    if not steps or any(_with_spread(line) for line in steps):
+        return None
+    if not any(line.get("turns") for line in steps):
+        return "no rollout made a model call that was served"
+    return "rewards never differed within a group, so every advantage was 0"
+
+
+def _with_spread(line: Json) -> int:
+    """Groups of a step with rewards that differ."""
+    without = sum(line.get(name) or 0 for name in ("groups_without_spread", "groups_of_one", "groups_empty"))
+    return int(line.get("groups") or 0) - without
+
+
+def _first_failures(steps: Sequence[Json]) -> Json:
+    found: Json = {}
+    for line in steps:
+        found = (line.get("first_failures") or {}) | found
+    return found
 
 
 def write_report(run_dir: Path, lines: Sequence[Json]) -> Json:

@@ -26,6 +26,7 @@ from leyden.trainer.display import Display, progress_line
 from leyden.trainer.evaluate import EvalResult, evaluate
 from leyden.trainer.folder import newest_checkpoint
 from leyden.trainer.loop import Cursor, Data, Loop
+from leyden.trainer.outcomes import FirstFailures
 from leyden.trainer.report import write_atomically
 from leyden.trainer.supervise import Child, Children, child_command, run_lock, wait_for_gateway
 from leyden.trainer.tasks import TaskSet, read_tasks
@@ -106,6 +107,8 @@ async def evaluate_once(
                 seed=config.trainer.seed,
                 on_progress=lambda progress: display.live(progress_line("evaluation", progress)),
                 max_same_failures=config.trainer.max_same_failures,
+                pass_threshold=config.eval.pass_threshold,
+                on_ended=FirstFailures(display.warn, set()),
                 filed_under=None if config.gateway.url is None else step_of_its_own(),
             )
             try:

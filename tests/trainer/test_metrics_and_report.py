@@ -122,6 +122,7 @@ def test_summary():
             "excluded": {"infrastructure": 1, "no_calls": 4},
             "forks": {"compaction": 2},
             "sample_limits": {"cut": 1},
+            "unmet": {},
         },
         "samples_per_rollout": 9 / 7,
         "max_logprob_diff": 2e-5,

@@ -210,6 +210,8 @@ class EngineConfig(Section):
     the model by, if they serve several. `render: engine` sends the messages to vLLM as they are, for images and for
     models without a renderer; an update then waits `drain_limit_s` for open calls and makes the rest again after it.
 
+    `api_key_env` names the environment variable of the gateway that holds the key of the engines, if they want one.
+
     Engines that are gone are waited for. One that answers GET /health and fails calls is asked no more until it samples
     a token; a call that such engines fail for `give_up_s` makes its attempt incomplete.
     """
@@ -218,6 +220,7 @@ class EngineConfig(Section):
     urls: list[str] = []
     render: Literal["gateway", "engine"] = "gateway"
     model: str | None = None
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     health_interval_s: PositiveSeconds = 5
     give_up_s: PositiveSeconds = 120
     drain_limit_s: Annotated[float, Field(ge=0, le=100)] = 30
@@ -432,6 +435,10 @@ class RunConfig(Section):
             _fits_a_cluster(self)
         if self.eval.every and self.data.validation is None:
             raise ValueError(f"eval.every {self.eval.every} needs data.validation")
+        if (key := self.engine.api_key_env) and key in (*self.harness.pass_env, *self.grader.pass_env):
+            raise ValueError(
+                f"pass_env names {key}, the key of the engines (engine.api_key_env), which no harness gets"
+            )
         if self.engine.kind == "leyden" and not self.engine.urls and (self.sampling.top_p < 1 or self.sampling.top_k):
             raise ValueError(
                 f"sampling.top_p {self.sampling.top_p} and sampling.top_k {self.sampling.top_k} cut off tokens, which "

@@ -179,12 +179,13 @@ async def serving(
     engine: ScriptedEngine | None = None,
     keep_alive_s: float = 10.0,
     port: int = 0,
+    engine_key: str | None = None,
 ) -> AsyncIterator[Gateway]:
     """With `engine.urls` in `config` those are asked, else a scripted engine."""
     config.run_dir.mkdir(exist_ok=True)
     engine = engine or ScriptedEngine(renderer)
     asked = None if config.engine.urls else engine
-    app = build(config, SECRET, renderer=renderer, engine=asked, keep_alive_s=keep_alive_s)
+    app = build(config, SECRET, renderer=renderer, engine=asked, engine_key=engine_key, keep_alive_s=keep_alive_s)
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     client = ControlClient(url, control_key(SECRET))

@@ -116,6 +116,8 @@ class FakeVllm:
     max_model_len: int = 4096
     healthy: bool = True
     denied: int | None = None
+    key: str | None = None
+    keys: set[str | None] = field(default_factory=set)
     asked: list[tuple[str, Json]] = field(default_factory=list)
     probes: int = 0
     peak: int = 0
@@ -127,8 +129,18 @@ class FakeVllm:
     def bodies(self) -> list[Json]:
         return [body for _, body in self.asked]
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """What vLLM does where it was started with `--api-key`; it repeats what it refuses."""
+        given = request.headers.get("authorization")
+        self.keys.add(given)
+        if self.key is not None and given != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": f"no such key: {given}"}}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[self._guard])
         for path in (OWN, "/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
             app.router.add_post(path, self._post)
         app.router.add_get("/health", self._health)

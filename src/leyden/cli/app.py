@@ -103,8 +103,10 @@ def gateway(run_file: RunFile, overrides: Overrides = None, with_parent: WithPar
     config = load(run_file, overrides)
     _keep_descriptors()
     from leyden.gateway.app import serve
+    from leyden.gateway.engines import engine_key
 
-    serve(config, with_parent=with_parent, secret=_secret())
+    key = engine_key(config.engine.api_key_env, os.environ)
+    serve(config, with_parent=with_parent, secret=_secret(), engine_key=key)
 
 
 @app.command()

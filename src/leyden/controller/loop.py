@@ -73,7 +73,8 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
 
 async def _backend(config: RunConfig, url: str, client: ControlClient, controller_id: str, events: Events) -> Backend:
     if config.controller.backend == "local":
-        return LocalBackend(config, url, dict(os.environ), events)
+        parent = {name: value for name, value in os.environ.items() if name != config.engine.api_key_env}
+        return LocalBackend(config, url, parent, events)
     from leyden.controller.backends.kubernetes.backend import KubernetesBackend
 
     return KubernetesBackend(config, url, await client.run_name(), controller_id, events)

@@ -77,7 +77,7 @@ class Checkup:
             self._add(await asyncio.to_thread(check_training, self.config))
         renderer = await self._model()
         async with self._checking("engine"):
-            self._add(*await engines.check_engines(self.config))
+            self._add(*await engines.check_engines(self.config, self.parent))
         if self.config.gateway.url:
             await self._gateway_in_use(self.config.gateway.url)
         else:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from leyden.config import RunConfig
 from leyden.doctor.findings import Finding, ok, problem
-from leyden.errors import CaptureError, EngineError
+from leyden.errors import CaptureError, ConfigError, EngineError
 from leyden.gateway.app import engine_of
-from leyden.gateway.engines import EngineHttp
+from leyden.gateway.engines import EngineHttp, engine_key
 
 
-async def check_engines(config: RunConfig) -> list[Finding]:
+async def check_engines(config: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
     """One finding for each engine; without any, the trainer samples by itself."""
+    try:
+        key = engine_key(config.engine.api_key_env, environment)
+    except ConfigError as error:
+        return [problem("engine", str(error), "the gateway reads it where it starts: export it there")]
     if not config.engine.urls:
         return [ok("engine", f"none in the run file: `leyden train` samples by itself on {config.embedded.device}")]
-    http = EngineHttp()
+    http = EngineHttp(key=key)
     try:
         health = engine_of(config, http).health
         return [await check_engine(url, config.engine.kind, health) for url in config.engine.urls]

@@ -44,9 +44,11 @@ def before_rollouts(config: RunConfig, secret: bytes | None, parent: Mapping[str
     check_launch(config, data.train.tasks[0], parent)
     if config.gateway.url is None:
         from leyden.gateway.app import check_address, check_port
+        from leyden.gateway.engines import engine_key
 
         check_address(config, secret)
         check_port(config)
+        engine_key(config.engine.api_key_env, parent)
         if config.engine.render == "gateway":
             from leyden.doctor.model import load_renderer
 

@@ -61,6 +61,7 @@ def build(
     *,
     renderer: ModelRenderer | None = None,
     engine: Engine | None = None,
+    engine_key: str | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> Starlette:
     """The ASGI application on the run folder's store. Tests inject an engine, a renderer or a shorter keep-alive."""
@@ -68,7 +69,7 @@ def build(
     store = Store(config.run_dir / "store.sqlite", feed.notify)
     _settle(store.come_back())
     metrics = Metrics()
-    side = _EngineSide(config, store, engine, metrics)
+    side = _EngineSide(config, store, engine, engine_key, metrics)
     turns = TurnService(config, store, side.way(renderer), metrics)
     api = ControlApi(config, secret, store, turns, side.admission, side.models, side.watch, feed, metrics)
     entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
@@ -123,7 +124,9 @@ class _App(Starlette):
 class _EngineSide:
     """What stands between the turns and the engines."""
 
-    def __init__(self, config: RunConfig, store: Store, engine: Engine | None, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RunConfig, store: Store, engine: Engine | None, key: str | None, metrics: Metrics
+    ) -> None:
         self._config = config
         self._metrics = metrics
         self.models = Models(store, config.model.name, config.model.context_tokens, metrics)
@@ -131,7 +134,7 @@ class _EngineSide:
             self.models.adopt(config.engine.urls, lineage=config.run_dir.name)
         in_flight = InFlight(metrics)
         self.admission = Admission(in_flight, config.engine.drain_limit_s, ready=self.models.ready)
-        self.http = EngineHttp(lambda: self.admission.period)
+        self.http = EngineHttp(lambda: self.admission.period, key)
         self._engine = engine or engine_of(config, self.http)
         interval_s = min(config.engine.health_interval_s, silence_s(config))
         self.watch = Watch(self.models, self.admission, in_flight, self._engine.health, interval_s)
@@ -187,7 +190,9 @@ def _model_routes(entry: Entry, model: str) -> list[Route]:
     ]
 
 
-def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None = None) -> None:
+def serve(
+    config: RunConfig, *, with_parent: bool = False, secret: bytes | None = None, engine_key: str | None = None
+) -> None:
     """Run the gateway until it is told to stop. Writes `gateway.json` in the run folder once it listens.
 
     `with_parent` ends it when standard input closes. Raises ConfigError for an open address without a secret.
@@ -196,7 +201,7 @@ def serve(config: RunConfig, *, with_parent: bool = False, secret: bytes | None 
     _allow_many_connections()
     config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock(config.run_dir / "gateway.lock"):
-        app = build(config, secret or read_or_create_secret(config.run_dir))
+        app = build(config, secret or read_or_create_secret(config.run_dir), engine_key=engine_key)
         listener = listen(config)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,6 +1,15 @@
 """Inference engines behind one contract: `generate(prompt ids) -> token ids, log-probs, finish reason, versions`."""
 
-from leyden.gateway.engines.base import ChatAnswer, ChatCall, ChatEngine, Engine, GenerateRequest, Sampling, joined
+from leyden.gateway.engines.base import (
+    ChatAnswer,
+    ChatCall,
+    ChatEngine,
+    Engine,
+    GenerateRequest,
+    Sampling,
+    engine_key,
+    joined,
+)
 from leyden.gateway.engines.connections import NotSent
 from leyden.gateway.engines.evidence import Evidence
 from leyden.gateway.engines.http import EngineHttp
@@ -19,5 +28,6 @@ __all__ = [
     "NotSent",
     "Sampling",
     "VllmEngine",
+    "engine_key",
     "joined",
 ]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from leyden.errors import CaptureError, EngineUnavailable
+from leyden.errors import CaptureError, ConfigError, EngineUnavailable
 from leyden.types import FinishReason, Generation, Ids, Json, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,20 @@ MOST_NAMES = 50
 LOWEST_LOGPROB = -9000.0
 LARGEST_ID = 2**31 - 1
 LARGEST_SEED = 2**63 - 1
+
+
+def engine_key(name: str | None, environment: Mapping[str, str]) -> str | None:
+    """The key of `engine.api_key_env`, None where none is named. Raises ConfigError."""
+    if name is None:
+        return None
+    key = environment.get(name, "")
+    if not key:
+        raise ConfigError(
+            "engine.api_key_env", f"the environment has no {name}; set it to the key that the engines want"
+        )
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError("engine.api_key_env", f"{name} holds a space, a line end or a character that is not ASCII")
+    return key
 
 
 @dataclass(frozen=True, slots=True)

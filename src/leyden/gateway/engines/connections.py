@@ -33,11 +33,12 @@ class Answer(NamedTuple):
 
 class Connections:
     """Raises OSError, of which TimeoutError is one, where there is no whole answer. A call that is cancelled closes its
-    connection. Idle connections are not used again after `idle_s`.
+    connection. Idle connections are not used again after `idle_s`. `key` goes with every request.
     """
 
-    def __init__(self, idle_s: float) -> None:
+    def __init__(self, idle_s: float, key: str | None = None) -> None:
         self._idle_s = idle_s
+        self._authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
         self._idle: dict[str, deque[_Connection]] = {}
         self._origins: dict[str, _Origin] = {}
 
@@ -55,7 +56,7 @@ class Connections:
             self._keep(url, connection)
             raise NotSent
         try:
-            answer = await connection.send(origin.head(method, path, len(body)) + body)
+            answer = await connection.send(origin.head(method, path, len(body), self._authorization) + body)
         except BaseException:
             connection.close()
             raise
@@ -104,9 +105,9 @@ class _Origin(NamedTuple):
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, parts.netloc, parts.path)
 
-    def head(self, method: str, path: str, length: int) -> bytes:
+    def head(self, method: str, path: str, length: int, authorization: str) -> bytes:
         return (
-            f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.netloc}\r\naccept: */*\r\n"
+            f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.netloc}\r\naccept: */*\r\n{authorization}"
             f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 

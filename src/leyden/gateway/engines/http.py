@@ -21,12 +21,14 @@ WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429})
 class EngineHttp:
     """No read time-out, since the rollout's deadline ends a call, and no limit on connections, since a wave of
     hundreds of calls is normal. Idle connections are dropped before engines do it. `period` numbers the periods between
-    pauses, None is a pause: all that makes an engine work is a POST, and none leaves in a pause.
+    pauses, None is a pause: all that makes an engine work is a POST, and none leaves in a pause. `key` is what engines
+    want as `Authorization: Bearer`; no error repeats it.
     """
 
-    def __init__(self, period: Callable[[], int | None] = lambda: 0) -> None:
-        self._connections = Connections(IDLE_S)
+    def __init__(self, period: Callable[[], int | None] = lambda: 0, key: str | None = None) -> None:
+        self._connections = Connections(IDLE_S, key)
         self._period = period
+        self._key = key
 
     async def post(self, url: str, path: str, body: Json) -> Any:
         """The JSON of a 2xx answer. Raises EngineUnavailable or EngineRejected with the engine's own words, NotSent
@@ -41,7 +43,7 @@ class EngineHttp:
         answer = await self._request("POST", url, path, orjson.dumps(body), still=lambda: self._period() == period)
         if 200 <= answer.status < 300:
             return answer.body
-        text = f"engine {url} answered {answer.status}: {_message(answer.body)}"
+        text = f"engine {url} answered {answer.status}: {self._words(answer.body)}"
         if answer.status in WORTH_ANOTHER_TRY or answer.status >= 500:
             raise EngineUnavailable(text, status=answer.status, retry_after_s=_seconds(answer.retry_after))
         raise EngineRejected(text, status=answer.status)
@@ -55,15 +57,24 @@ class EngineHttp:
             raise EngineUnavailable(f"engine {url} did not answer GET {path} within {timeout_s:g} s") from error
         return answer.status, answer.body
 
-    async def alive(self, url: str, timeout_s: float) -> bytes:
-        """What GET /health says. Anything but 5xx will do: not every engine has the route."""
+    async def alive(self, url: str, timeout_s: float) -> None:
+        """Return if GET /health is answered by anything but 5xx, since not every engine has the route, and not by a
+        refusal of the key. Raises EngineUnavailable or EngineRejected.
+        """
         status, body = await self.get(url, "/health", timeout_s)
+        said = f"engine {url} answered {status} to GET /health: {self._words(body)}"
         if status >= 500:
-            raise EngineUnavailable(f"engine {url} answered {status} to GET /health: {_message(body)}", status=status)
-        return body
+            raise EngineUnavailable(said, status=status)
+        if status in (401, 403):
+            raise EngineRejected(f"{said}; engine.api_key_env names the variable that holds its key", status=status)
 
     async def close(self) -> None:
         self._connections.close()
+
+    def _words(self, raw: bytes) -> str:
+        """The engine's own words, of which some repeat the key that they refuse."""
+        words = _message(raw)
+        return words.replace(self._key, "[key]") if self._key else words
 
     async def _request(
         self, method: str, url: str, path: str, body: bytes = b"", still: Callable[[], bool] = lambda: True

@@ -69,8 +69,9 @@ class WorkspaceConfig(Section):
     """What lies in an attempt's working directory: a copy of `template` and the files of the task's field
     `files`.
 
-    `template` is a folder, as a Jinja template over `task`. `files` names a field of the task that maps
-    relative paths to text.
+    `template` is a folder, as a Jinja template over `task`; what a task says chooses below the folder that stands
+    before it (`repos/{{ task.repo }}`: below repos), or below the run file's own. The run's folder is never copied.
+    `files` names a field of the task that maps relative paths to text.
     """
 
     template: str | None = None

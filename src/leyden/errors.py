@@ -167,7 +167,11 @@ class GatewayError(LeydenError):
 
 
 class LaunchError(LeydenError):
-    pass
+    """`final`: it is the task's or the run file's doing, so that another attempt would meet it too."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class TrainingError(LeydenError):

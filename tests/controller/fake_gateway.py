@@ -165,7 +165,7 @@ class FakeGateway:
     def _do_infrastructure(self, rollout: Json, body: Json) -> Json:
         if rollout["state"] not in ("running", "grading"):
             return {}
-        again = rollout["attempt"] < self.max_attempts
+        again = rollout["attempt"] < self.max_attempts and not body.get("final")
         rollout.update(state="queued" if again else "failed", reason=body["reason"])
         rollout["failure"] = None if again else "infrastructure"
         return rollout

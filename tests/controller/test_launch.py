@@ -77,6 +77,11 @@ def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> N
     assert not {"B", "C", "LEYDEN_SECRET", "LEYDEN_KEY", "OPENAI_API_KEY"} & set(seen)
 
 
+HOSTILE = {"long": "a" * 1_000_000, "many": ["x"] * 3000, "n": 9_999_999_999, "deep": [["x"] * 20_000]}
+for _ in range(90):
+    HOSTILE["deep"] = [HOSTILE["deep"]]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -94,6 +99,24 @@ def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> N
         ("{{ 'a' * 1000000000 }}", r"\* is only for small numbers"),
         ("{{ 9 ** 999999999 }}", r"\*\* is only for small numbers"),
         ("{{ '%9999999999d' % 1 }}", "% is only for small numbers"),
+        ("{{ task.long | replace('a', task.long) }}", "replace would make 1000000000000 characters; at most 1048576"),
+        ("{{ task.long.replace('a', task.long) }}", "replace would make 1000000000000 characters"),
+        ("{{ task.long.replace('', task.long) }}", "replace would make 1000002000000 characters"),
+        ("{{ task.many | join(task.long) }}", "join would make"),
+        ("{{ task.long.join(task.many) }}", "join would make"),
+        ("{{ 'a'.ljust(task.n) }}", "attribute 'ljust' of 'str' object is unsafe"),
+        ("{{ 'a'.zfill(task.n) }}", "unsafe"),
+        ("{{ '{:>9999999999}'.format(1) }}", "the method format is refused"),
+        ("{{ '%9d' | format(1) }}", "No filter named 'format'"),
+        ("{{ 'a' | center(task.n) }}", "No filter named 'center'"),
+        ("{{ task.many | batch(task.n, 'x') | list }}", "No filter named 'batch'"),
+        ("{{ task | tojson(task.n) }}", "tojson with an indent of 9999999999; at most 15"),
+        ("{{ task.deep | tojson(9) }}", "tojson would make"),
+        ("{{ 1 | round(task.n) }}", "round to 9999999999 digits"),
+        ("{{ (1).to_bytes(task.n) }}", "unsafe"),
+        ("{% for a in task.many %}{% for b in task.many %}{% endfor %}{% endfor %}", "more than 1000000 rounds"),
+        ("{% set x %}{% for a in range(9) %}{{ a }}{% endfor %}{% endset %}", "blocks of set and filter are refused"),
+        ("{% filter upper %}x{% endfilter %}", "blocks of set and filter are refused"),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "macros, calls and recursive loops are refused"),
         ("{% for x in task recursive %}{{ loop(task) }}{% endfor %}", "macros, calls and recursive loops are refused"),
     ],
@@ -101,7 +124,7 @@ def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> N
 def test_templates_are_strict_and_bounded(template: str, message: str) -> None:
     """Case S04."""
     with pytest.raises(LaunchError, match=message):
-        render("harness.command[3]", template, {"task": {"prompt": "x"}})
+        render("harness.command[3]", template, {"task": {"prompt": "x", **HOSTILE}})
 
 
 def test_templates_render_text_as_it_is() -> None:
@@ -115,6 +138,74 @@ def test_templates_render_text_as_it_is() -> None:
 @pytest.mark.parametrize("text", ["echo ${#a[@]}", "awk '{# c' x", "{# not a comment #}", "{#", "#}", "a{#b#}c"])
 def test_a_command_has_no_comments(text: str) -> None:
     assert render("harness.command[0]", text, {}) == text
+
+
+def test_what_is_bounded_still_works() -> None:
+    task = {"a": "x/y", "l": ["p", 1, None], "d": {"k": "v"}, "n": 2.345, "f": [{"s": "é"}, {"s": "t"}]}
+    known = {"task": task}
+    for template, text in {
+        "{{ task.a | replace('/', '__') }}{{ task.a.replace('/', '', 1) }}": "x__yxy",
+        "{{ task.l | join(',') }} {{ '-'.join(['a', 'b']) }}{{ task.f | join('+', attribute='s') }}": "p,1,None a-bé+t",
+        "{{ task.d | tojson }}{{ task.f | tojson }}": '{"k": "v"}[{"s": "\\u00e9"}, {"s": "t"}]',
+        "{{ task.n | round(1) }} {{ task.a.split('/')[0] | upper }}{{ task.f | map(attribute='s') | list | length }}": (
+            "2.3 X2"
+        ),
+        "{% for x in task.l %}{{ loop.index }}{{ x }}{% else %}-{% endfor %}{{ task.x | default('d') }}": "1p213Noned",
+    }.items():
+        assert render("t", template, known) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{{ task.t }}", "/etc"),
+        ("{{ task.t }}", ".."),
+        ("repos/{{ task.t }}", "../other"),
+        ("repos/{{ task.t }}", "a/../../other"),
+        ("repos/{{ task.t }}", "out"),
+        ("repos/p-{{ task.t }}", "/../../other"),
+        ("{{ config_dir }}/repos/{{ task.t }}", "../other"),
+        ("{% set t = task.t %}{{ t }}", "/etc"),
+    ],
+)
+def test_a_task_chooses_its_template_below_the_named_folder(
+    config: Config, tmp_path: Path, template: str, value: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "repos/p-").mkdir(parents=True)
+    (tmp_path / "repos/out").symlink_to(tmp_path / "other")
+    with pytest.raises(LaunchError, match=r"workspace.template: .* leads out of") as caught:
+        prepared(config(workspace={"template": template}), {"t": value})
+    assert caught.value.final
+
+
+def test_a_template_of_the_run_file_s_own_may_lie_anywhere(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/a").mkdir(parents=True)
+    (tmp_path / "elsewhere/a/f").touch()
+    at = prepared(config(workspace={"template": f"{tmp_path}/run/../elsewhere/{{{{ task.t }}}}"}), {"t": "a"})
+    assert [p.name for p in at.iterdir()] == ["f"]
+
+
+def test_a_template_that_holds_the_run_folder_is_copied_without_it(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    (tmp_path / "to f").symlink_to(tmp_path / "f")
+    made = config(workspace={"template": "."})
+    for _ in range(2):
+        at = prepared(made, {})
+        assert sorted(p.name for p in at.iterdir()) == ["f", "to f"]
+        assert (at / "to f").readlink() == Path("f")
+    for inside in ("run", "run/attempts"):
+        with pytest.raises(LaunchError, match="is in the run's own folder"):
+            prepared(config(workspace={"template": inside}), {})
+
+
+def test_half_a_surrogate_pair_is_named_with_its_key(config: Config) -> None:
+    made = config(harness={"command": ["a", "b{{ task.t }}"]})
+    with pytest.raises(
+        LaunchError, match=r"harness.command\[1\] has half a surrogate pair \(at character 1\)"
+    ) as caught:
+        launch.harness(made, URL, "key", "r1", 1, {"t": "\ud83d"}, {})
+    assert caught.value.final
 
 
 def test_ids_that_are_no_file_names_are_refused(tmp_path: Path) -> None:

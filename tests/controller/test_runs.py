@@ -138,14 +138,38 @@ async def test_flood_is_capped_with_its_beginning_and_end(config: Config, gone: 
     assert dropped == 30_000_000 + len(b"first\nlast\n") - 200_000
 
 
-async def test_command_that_is_missing_is_retried_then_infrastructure(
+async def test_command_that_is_missing_fails_once_as_infrastructure(
     config: Config, gone: Left, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = config(harness={"command": ["no-such-agent"], "max_attempts": 2})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["failure"], rollout["attempt"]) == ("failed", "infrastructure", 2)
+    assert (rollout["state"], rollout["failure"], rollout["attempt"]) == ("failed", "infrastructure", 1)
     assert rollout["reason"].startswith("cannot start 'no-such-agent' in ")
-    assert f"log: {attempt_dir(made, 'r1', 2)}/harness.log" in caplog.text and "rollout r1" in caplog.text
+    assert f"log: {attempt_dir(made, 'r1', 1)}/harness.log" in caplog.text and "rollout r1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("harness", "value", "reason"),
+    [
+        ({"command": ["echo", "{{ task.v }}"]}, "a\0b", "harness.command[1] has a NUL character"),
+        ({"command": ["echo", "{{ task.v }}"]}, "é" * 100_000, "harness.command[1] has 200000 bytes"),
+        ({"command": ["echo"], "env": {"A": "{{ task.v }}"}}, "a\0b", "harness.env.A has a NUL character"),
+        ({"command": ["echo"], "env": {"A": "{{ task.v }}"}}, "a" * 131_070, "harness.env.A has 131072 bytes"),
+        ({"command": ["echo", *["{{ task.v }}"] * 40]}, "a" * 100_000, "harness.command and its environment have 40"),
+        ({"command": ["{{ task.v }}"]}, "/etc/hostname", "cannot start '/etc/hostname' in "),
+        ({"command": ["{{ task.v }}"]}, "/etc", "cannot start '/etc' in "),
+        ({"command": ["{{ task.v }}"]}, "x" * 5000, "cannot start 'xxx"),
+        ({"command": ["echo", "{{ task.v.ljust(99) }}"]}, "a", "harness.command[1]: the template"),
+    ],
+)
+async def test_what_no_program_can_be_started_with_fails_once(
+    config: Config, gone: Left, harness: dict[str, Any], value: str, reason: str
+) -> None:
+    """As infrastructure, never as the agent's failure: nothing of the agent has run."""
+    (rollout,) = await run(config(harness=harness | {"max_attempts": 3}), task={"v": value})
+    assert (rollout["failure"], rollout["attempt"]) == ("infrastructure", 1)
+    assert reason in rollout["reason"]
+    assert "LEYDEN_TASK" in rollout["reason"] or "start" in reason or "template" in reason
 
 
 async def test_bad_template_is_infrastructure_and_names_the_variable(config: Config, gone: Left) -> None:

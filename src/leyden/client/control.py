@@ -127,9 +127,9 @@ class ControlClient:
         body = {"attempt": attempt, "reason": reason}
         return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/finish", body))
 
-    async def infrastructure(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
-        """running or grading -> queued while attempts remain, else failed (infrastructure)."""
-        body = {"attempt": attempt, "reason": reason}
+    async def infrastructure(self, rollout_id: str, attempt: int, reason: str, *, final: bool = False) -> Rollout:
+        """running or grading -> queued while attempts remain and this is not `final`, else failed (infrastructure)."""
+        body = {"attempt": attempt, "reason": reason, "final": final}
         return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/infrastructure", body))
 
     async def give_back(self, rollout_id: str, attempt: int, reason: str) -> Rollout:

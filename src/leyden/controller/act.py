@@ -65,7 +65,7 @@ class Actor:
         try:
             await self._dispatch(action)
         except LaunchError as error:
-            self.board.change(rollout_id, phase=Phase.LOST, problem=str(error))
+            self.board.change(rollout_id, phase=Phase.LOST, problem=str(error), final=error.final)
         except GatewayError as error:
             await self._reread(rollout_id, error)
         except Exception as error:
@@ -110,8 +110,8 @@ class Actor:
                 await self._grade(self.board.attempts[rollout_id], number)
             case Finish(rollout_id):
                 await self._finish(self.board.attempts[rollout_id])
-            case Infrastructure(rollout_id, reason):
-                await self.infrastructure(self.board.attempts[rollout_id], reason)
+            case Infrastructure(rollout_id, reason, final):
+                await self.infrastructure(self.board.attempts[rollout_id], reason, final=final)
             case Refresh(rollout_id):
                 now = time.time()
                 self.board.absorb([await self.client.rollout(rollout_id)])
@@ -172,10 +172,10 @@ class Actor:
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 
-    async def infrastructure(self, attempt: Attempt, reason: str) -> None:
+    async def infrastructure(self, attempt: Attempt, reason: str, *, final: bool = False) -> None:
         """Report that the attempt is void."""
         reason = f"{reason}; {self.backend.where(attempt)}{await self._last_words(attempt)}"
-        rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000])
+        rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000], final=final)
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 

@@ -43,7 +43,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Exit:
     """How a job ended. Times are Unix seconds; `killed` says why it was killed, `error` why it never started, `note`
-    which limit it ran into, also where it ended well all the same.
+    which limit it ran into, also where it ended well all the same. `final`: it could not be started, and never could.
     """
 
     exit_code: int | None
@@ -56,6 +56,7 @@ class Exit:
     max_rss_bytes: int | None = None
     log_dropped_bytes: int = 0
     note: str | None = None
+    final: bool = False
 
     @classmethod
     def from_json(cls, data: Any) -> Self | None:
@@ -113,6 +114,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("started", "ended"), _NUMBER),
     **dict.fromkeys(("exit_code", "signal", "max_rss_bytes"), (int, type(None))),
     "log_dropped_bytes": (int, type(None)),
+    "final": (bool, type(None)),
     "cpu_s": (*_NUMBER, type(None)),
     **dict.fromkeys(("killed", "error", "note"), (str, type(None))),
 }

@@ -5,7 +5,7 @@ writing.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from leyden.controller.templates import render, render_strictly
 from leyden.errors import LaunchError
 from leyden.types import Json
 
+MOST_TEXT_BYTES = 32 * 4096 - 1  # MAX_ARG_STRLEN of Linux, with its NUL
+POINTER_BYTES = 8
+TASK_FILE = "let the harness read the task from the file that LEYDEN_TASK names"
 GRADE = Path(__file__).with_name("grade.py")
 # What a harness is told to use; named in the warning about a harness that made no call.
 BASE_URL_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL")
@@ -68,7 +71,8 @@ class AttemptPaths:
 def attempt_paths(run_dir: Path, rollout_id: str, attempt: int) -> AttemptPaths:
     """Raises LaunchError for an id that is not a plain file name."""
     if not is_plain_name(rollout_id):
-        raise LaunchError(f"rollout id {rollout_id!r} has characters other than letters, digits, - and _")
+        what = f"rollout id {rollout_id!r} has characters other than letters, digits, - and _"
+        raise LaunchError(what, final=True)
     return AttemptPaths(run_dir / "attempts" / rollout_id / str(attempt))
 
 
@@ -102,13 +106,15 @@ def harness(
     environment |= _own(config, rollout_id, attempt, paths) | {"LEYDEN_URL": url, "LEYDEN_KEY": key}
     if config.grader.harness:
         environment |= reward_address(url)
-    given = {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
+    environment = reaching(_host(url), environment, rendered_env(config, known))
+    argv = rendered_command("harness.command", config.harness.command, known)
+    check_size("harness.command", argv, environment)
     return Job(
         job_id=harness_job(rollout_id, attempt),
         directory=paths.root,
-        argv=rendered_command("harness.command", config.harness.command, known),
+        argv=argv,
         cwd=paths.workspace,
-        env=reaching(_host(url), environment, given),
+        env=environment,
         log=paths.harness_log,
         log_bytes=config.harness.log_bytes,
         fork=bool(config.harness.preload),
@@ -181,7 +187,39 @@ def _static_variables(config: RunConfig) -> dict[str, Any]:
 
 
 def rendered_command(name: str, command: list[str], known: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(render(f"{name}[{i}]", item, known) for i, item in enumerate(command))
+    """Raises LaunchError for what cannot be rendered, and for what no program can be started with."""
+    return tuple(_startable(f"{name}[{i}]", render(f"{name}[{i}]", item, known)) for i, item in enumerate(command))
+
+
+def rendered_env(config: RunConfig, known: Mapping[str, Any]) -> dict[str, str]:
+    """`harness.env`. Raises LaunchError, as `rendered_command` does."""
+    keys = {name: f"harness.env.{name}" for name in config.harness.env}
+    return {n: _startable(keys[n], render(keys[n], v, known), len(n) + 1) for n, v in config.harness.env.items()}
+
+
+def check_size(name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises LaunchError where command and environment together are more than the system starts a program with."""
+    texts = [*argv, *(f"{n}={v}" for n, v in environment.items())]
+    size, most = sum(len(os.fsencode(text)) + POINTER_BYTES + 1 for text in texts), os.sysconf("SC_ARG_MAX")
+    if size > most:
+        raise LaunchError(
+            f"{name} and its environment have {size} bytes, the system takes {most}; {TASK_FILE}", final=True
+        )
+
+
+def _startable(key: str, text: str, more: int = 0) -> str:
+    """The text, if it can be one argument or, with `more` bytes for its name, one variable; see execve(2)."""
+    if "\0" in text:
+        raise LaunchError(f"{key} has a NUL character, which no argument or variable can hold; {TASK_FILE}", final=True)
+    try:
+        size = len(os.fsencode(text)) + more
+    except UnicodeEncodeError as error:
+        what = f"{key} has half a surrogate pair (at character {error.start})"
+        raise LaunchError(f"{what}, which no argument or variable can hold; {TASK_FILE}", final=True) from None
+    if size > MOST_TEXT_BYTES:
+        what = f"{key} has {size} bytes, the system takes {MOST_TEXT_BYTES} in one argument or variable"
+        raise LaunchError(f"{what}; {TASK_FILE}", final=True)
+    return text
 
 
 def _host(url: str) -> str:

@@ -42,7 +42,7 @@ class Attempt:
 
     `started` is the start of the harness, later of the grader, or of the wait for a place to run while it is STARTING
     or, GRADING, `waits`; `tries` counts graders started; `refreshed` is when the gateway's record was last read on
-    purpose; `problem` says why an attempt is lost, or still waits.
+    purpose; `problem` says why an attempt is lost, or still waits, `final` that another one would be lost too.
     """
 
     rollout_id: str
@@ -57,6 +57,7 @@ class Attempt:
     killing: bool = False
     waits: bool = False
     problem: str = "nothing is known of it on this machine any more"
+    final: bool = False
 
     @property
     def job_id(self) -> str:
@@ -130,10 +131,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Infrastructure:
-    """The attempt is void."""
+    """The attempt is void; if that is `final`, so would be the next one."""
 
     rollout_id: str
     reason: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float)
     if attempt.phase is Phase.GRADED:
         return _after_grader(attempt, rollout, limits)
     if attempt.phase is Phase.LOST:
-        return [Infrastructure(attempt.rollout_id, attempt.problem)]
+        return [Infrastructure(attempt.rollout_id, attempt.problem, attempt.final)]
     return []
 
 
@@ -244,7 +246,7 @@ def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> floa
 def _after_harness(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
     assert attempt.exit is not None
     if attempt.exit.error or attempt.exit.killed not in OWN_ENDS:
-        return [Infrastructure(attempt.rollout_id, attempt.exit.describe())]
+        return [Infrastructure(attempt.rollout_id, attempt.exit.describe(), attempt.exit.final)]
     if rollout.state is RolloutState.RUNNING:
         return [Report(attempt.rollout_id)]
     if limits.grader_tries == 0 or rollout.reward is not None:

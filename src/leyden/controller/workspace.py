@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from leyden.config import RunConfig
 from leyden.controller.backends.leyden_launcher import removal
@@ -19,6 +20,7 @@ from leyden.types import Json
 
 SETTLED = "settled"
 MOST_PARTS = 100
+_BY_TASK = re.compile(r"\{[{%](?:(?!\{[{%]).)*?\btask\b", re.DOTALL)
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
@@ -36,7 +38,7 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
             paths.workspace.mkdir(mode=0o700)
         else:
             known = variables(config, rollout_id, task, paths)
-            _copy_template(config.config_dir / render("workspace.template", template, known), paths.workspace)
+            _copy_template(template_folder(config, template, known), paths.workspace, config.run_dir)
         if config.workspace.files is not None:
             write_files(paths.workspace, task_files(task, config.workspace.files))
     except OSError as error:
@@ -105,7 +107,7 @@ def task_files(task: Json, name: str) -> dict[PurePosixPath, str]:
     """The task's field `name` as relative paths with their texts. Raises LaunchError for anything else."""
     files = task.get(name)
     if not isinstance(files, dict) or not all(isinstance(t, str) for t in files.values()):
-        raise LaunchError(f"workspace.files: the task's field {name!r} must map relative paths to texts")
+        raise LaunchError(f"workspace.files: the task's field {name!r} must map relative paths to texts", final=True)
     return {_relative(path): text for path, text in files.items()}
 
 
@@ -115,7 +117,7 @@ def write_files(workspace: Path, files: Mapping[PurePosixPath, str]) -> None:
     for path, text in files.items():
         target = root / path
         if not target.parent.resolve().is_relative_to(root) or target.is_symlink():
-            raise LaunchError(f"workspace.files: {str(path)!r} leads out of the workspace through a link")
+            raise LaunchError(f"workspace.files: {str(path)!r} leads out of the workspace through a link", final=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8", errors="replace")
 
@@ -133,27 +135,60 @@ def remove(path: Path) -> None:
 def _relative(path: object) -> PurePosixPath:
     pure = PurePosixPath(str(path))
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in str(path):
-        raise LaunchError(f"workspace.files: {path!r} is not a path inside the workspace")
+        raise LaunchError(f"workspace.files: {path!r} is not a path inside the workspace", final=True)
     if len(pure.parts) > MOST_PARTS:
-        raise LaunchError(f"workspace.files: {str(path)[:60]!r}... has {len(pure.parts)} parts; at most {MOST_PARTS}")
+        what = f"workspace.files: {str(path)[:60]!r}... has {len(pure.parts)} parts; at most {MOST_PARTS}"
+        raise LaunchError(what, final=True)
     try:
         os.fsencode(pure)
     except UnicodeEncodeError as error:
-        raise LaunchError(f"workspace.files: {path!r} is no file name: {error.reason}") from None
+        raise LaunchError(f"workspace.files: {path!r} is no file name: {error.reason}", final=True) from None
     return pure
 
 
-def _copy_template(template: Path, workspace: Path) -> None:
-    if not template.is_dir():
-        raise LaunchError(f"workspace.template: {template} is not a folder")
-    root = template.resolve()
+def template_folder(config: RunConfig, template: str, known: Mapping[str, Any]) -> Path:
+    """The folder to copy. What a task says chooses below the folder that the run file names before it, as
+    `repos/{{ task.repo }}` does below repos; the run file's own folder where nothing stands before.
+
+    Raises LaunchError for a folder that is elsewhere, also by a link, that is none, or that is in the run's own folder.
+    """
+    found = config.config_dir / render("workspace.template", template, known)
+    by_task = _BY_TASK.search(template)
+    if by_task:
+        before = render("workspace.template", template[: by_task.start()], known)
+        base = config.config_dir / before[: before.rfind("/") + 1]
+        if not found.resolve().is_relative_to(base.resolve()):
+            raise LaunchError(f"workspace.template: {str(found)!r} leads out of {base}", final=True)
+    if not found.is_dir():
+        raise LaunchError(f"workspace.template: {found} is not a folder", final=True)
+    if found.resolve().is_relative_to(config.run_dir.resolve()):
+        raise LaunchError(f"workspace.template: {found} is in the run's own folder, {config.run_dir}", final=True)
+    return found.resolve()
+
+
+def _copy_template(root: Path, workspace: Path, run_dir: Path) -> None:
+    """Links are copied as links, to the copy where they name something in the template. `run_dir` is left out."""
+    own = {run_dir.resolve(), workspace.resolve()}
+    absolute: list[tuple[Path, str]] = []
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder, name) in own]
+
     for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if Path(folder, name) not in own]
         for name in (*folders, *files):
             path = Path(folder, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                raise LaunchError(f"workspace.template: the link {path} leads out of the template")
-    shutil.copytree(root, workspace, symlinks=True)
+            if not path.is_symlink():
+                continue
+            if not path.resolve().is_relative_to(root):
+                raise LaunchError(f"workspace.template: the link {path} leads out of the template", final=True)
+            if path.readlink().is_absolute():
+                absolute.append((path.relative_to(root), os.path.relpath(path.resolve(), path.parent)))
+    shutil.copytree(root, workspace, symlinks=True, ignore=left_out)
     workspace.chmod(0o700)
+    for link, target in absolute:
+        (workspace / link).unlink()
+        (workspace / link).symlink_to(target)
 
 
 def _write_private(path: Path, text: str) -> None:

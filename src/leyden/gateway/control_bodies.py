@@ -87,6 +87,12 @@ class FailureBody(Body):
     reason: str = Field(min_length=1, max_length=4000)
 
 
+class VoidBody(FailureBody):
+    """`final`: another attempt would meet the same."""
+
+    final: bool = False
+
+
 class CancelBody(Body):
     reason: str = "cancelled"
 

@@ -39,6 +39,7 @@ from leyden.gateway.control_bodies import (
     RolloutIds,
     RolloutQuery,
     TakeOverBody,
+    VoidBody,
     read,
 )
 from leyden.gateway.feed import Feed
@@ -189,18 +190,19 @@ class ControlApi:
         return rollout
 
     async def infrastructure(self, call: ControlCall) -> Json:
-        body: FailureBody = call.body
+        body: VoidBody = call.body
         rollout_id = call.rollout_id
-        return self._void(rollout_id, body.attempt, body.reason)
+        return self._void(rollout_id, body.attempt, body.reason, final=body.final)
 
-    def _void(self, rollout_id: str, attempt: int, reason: str) -> Json:
+    def _void(self, rollout_id: str, attempt: int, reason: str, *, final: bool = False) -> Json:
         """An attempt that an outage of the gateway or a full disk may have hit uses up none of `max_attempts`."""
-        harness = self.config.harness
-        if self.store.rollouts.outage(rollout_id, attempt) or self.turns.attempts.let_down(rollout_id, attempt):
+        let_down = self.store.rollouts.outage(rollout_id, attempt) or self.turns.attempts.let_down(rollout_id, attempt)
+        if let_down and not final:
             rollout = self.store.rollouts.give_back(rollout_id, attempt, reason)
         else:
+            harness = self.config.harness
             rollout = self.store.rollouts.infrastructure(
-                rollout_id, attempt, reason, harness.max_attempts, harness.retry_backoff_s
+                rollout_id, attempt, reason, 0 if final else harness.max_attempts, harness.retry_backoff_s
             )
         self.turns.attempts.drop(rollout_id, attempt)
         return rollout
@@ -346,7 +348,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/api/controllers", ControlApi.list_controllers),
     Operation("POST", f"{_ROLLOUT}/exit", ControlApi.exit, ExitBody),
     Operation("POST", f"{_ROLLOUT}/finish", ControlApi.finish, FinishBody),
-    Operation("POST", f"{_ROLLOUT}/infrastructure", ControlApi.infrastructure, FailureBody),
+    Operation("POST", f"{_ROLLOUT}/infrastructure", ControlApi.infrastructure, VoidBody),
     Operation("POST", f"{_ROLLOUT}/give-back", ControlApi.give_back, FailureBody),
     Operation("POST", f"{_ROLLOUT}/cancel", ControlApi.cancel, CancelBody),
     Operation(

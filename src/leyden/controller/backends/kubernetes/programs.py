@@ -17,7 +17,6 @@ from leyden.config import RunConfig
 from leyden.controller import launch, workspace
 from leyden.controller.backends.kubernetes.manifest import FILES, TEMPLATE, WORKSPACE, Pods, Program
 from leyden.controller.jobs import grader_job, harness_job
-from leyden.controller.templates import render
 from leyden.errors import ConfigError, LaunchError
 from leyden.types import Json
 
@@ -42,7 +41,7 @@ class Programs:
         env = launch.endpoints(self.url) | self._own(rollout) | {"LEYDEN_URL": self.url}
         if config.grader.harness:
             env |= launch.reward_address(self.url)
-        env |= {n: render(f"harness.env.{n}", v, known) for n, v in config.harness.env.items()}
+        env |= launch.rendered_env(config, known)
         command = launch.rendered_command("harness.command", config.harness.command, known)
         return self._program(
             rollout,

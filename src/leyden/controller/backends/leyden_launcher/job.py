@@ -15,7 +15,7 @@ from typing import Any, Dict, NoReturn  # noqa: UP035  (evaluated, and Python 3.
 from .cgroups import Group
 from .files import write_json
 from .processes import SIGNALS
-from .sandboxed import CHANNEL
+from .sandboxed import CHANNEL, FINAL, MOST_NAME_CHARS, NEVER
 
 Job = Dict[str, Any]  # noqa: UP006  (one start message)
 
@@ -57,8 +57,8 @@ def start_job(job: Job, group: Group, log_fd: int, error_fd: int) -> NoReturn:
         os.close(error_fd)
     except OSError as error:
         where = f"{error.filename}: " if "cgroup" in str(error.filename) else ""
-        text = f"cannot start {job['argv'][0]!r} in {job['cwd']}: {where}{error.strerror}"
-        os.write(error_fd, text.encode())
+        text = f"cannot start {job['argv'][0][:MOST_NAME_CHARS]!r} in {job['cwd']}: {where}{error.strerror}"
+        os.write(error_fd, (FINAL if error.errno in NEVER and not where else b"") + text.encode(errors="replace"))
         os._exit(127)
     raise Become(job)
 

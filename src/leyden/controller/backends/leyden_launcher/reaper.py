@@ -18,7 +18,7 @@ from .files import log, publish, read_json, write_json, write_plain
 from .forward import forward
 from .job import Job, start_job
 from .processes import SIGNALS, children, descendants, drain, kill_all, start_ticks, subreaper, wake_pipe
-from .sandboxed import DIED
+from .sandboxed import DIED, FINAL
 
 KILL_LIMIT_S = 30.0
 MOST_GRACE_S = 60.0
@@ -99,7 +99,8 @@ class Reaper:
             self.started,
             status=self.signal or self.status,  # the status of a death is its signal; see wait(2)
             killed=self.killed,
-            error=self.error.decode(errors="replace") or None,
+            error=self.error.lstrip(FINAL).decode(errors="replace") or None,
+            final=self.error.startswith(FINAL),
             note="; ".join(notes) or None,
             usage=resource.getrusage(resource.RUSAGE_CHILDREN),
             dropped=self.log.dropped,
@@ -269,6 +270,7 @@ def exit_record(
     status: int | None = None,
     killed: str | None = None,
     error: str | None = None,
+    final: bool = False,
     note: str | None = None,
     usage: resource.struct_rusage | None = None,
     dropped: int = 0,
@@ -286,6 +288,7 @@ def exit_record(
         "max_rss_bytes": usage.ru_maxrss * 1024 if usage else None,
         "killed": killed,
         "error": error,
+        "final": final,
         "note": note,
         "log_dropped_bytes": dropped,
     }

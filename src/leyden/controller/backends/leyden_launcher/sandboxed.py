@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,12 @@ import sys
 
 CHANNEL = 3
 DIED = b"\0"
+FINAL = b"\1"  # before the text of an error that would come again
+NEVER = (
+    *(errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.E2BIG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL),
+    errno.ENAMETOOLONG,
+)
+MOST_NAME_CHARS = 200
 PR_SET_DUMPABLE = 4
 
 
@@ -47,7 +54,10 @@ def become(command: list[str], channel: socket.socket) -> None:
     try:
         os.execvp(found, [found, *command[1:]])  # noqa: S606
     except OSError as error:
-        channel.sendall(f"cannot start {command[0]!r} in the sandbox: {error.strerror}".encode())
+        text = f"cannot start {command[0][:MOST_NAME_CHARS]!r} in the sandbox: {error.strerror}".encode(
+            errors="replace"
+        )
+        channel.sendall((FINAL if error.errno in NEVER else b"") + text)
     os._exit(127)
 
 

@@ -236,8 +236,8 @@ BAD = [
     ({"contents": [{"parts": [{"text": 5}]}]}, r"contents\[0\]\.parts\[0\] holds text"),
     ({"contents": [{"parts": [{"executableCode": {}}]}]}, "holds executableCode; allowed are text"),
     (
-        {"contents": [{"parts": [{"inlineData": {"mimeType": "audio/wav", "data": "x"}}]}]},
-        "type 'audio/wav'; only images",
+        {"contents": [{"parts": [{"inlineData": {"mimeType": "audio/wav"}}]}]},
+        "inlineData.data is missing",
     ),
     ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png"}}]}]}, "inlineData.data is missing"),
     ({"contents": [{"role": "model", "parts": [{"functionCall": {"args": {}}}]}]}, "functionCall.name is missing"),

@@ -45,6 +45,7 @@ from leyden.protocols.checks import (
 )
 from leyden.protocols.choice import of_anthropic
 from leyden.protocols.fields import check_fields
+from leyden.protocols.files import file_text, is_file, unshown
 from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
@@ -68,7 +69,7 @@ def parse(body: Json, call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     ignored = check_fields(PROTOCOL, body)
     tool_choice = of_anthropic(body)
-    ignored += _left_out(body)
+    ignored += (*_left_out(body), *unshown(body.get("messages")))
     ignored += ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
@@ -220,7 +221,7 @@ def _content_blocks(content: Any, path: str, allowed: set[str]) -> list[tuple[st
     blocks = objects({name: content}, name, path=parent)
     for where, block in blocks:
         kind = block.get("type")
-        if not isinstance(kind, str) or kind not in allowed:
+        if not isinstance(kind, str) or (kind not in allowed and not ("image" in allowed and is_file(block))):
             names = ", ".join(sorted(allowed))
             raise RequestError(f"{where} has type {kind!r}; allowed are blocks of type {names}", param=where)
     return blocks
@@ -232,6 +233,8 @@ def _text(block: Json, path: str) -> str:
 
 
 def _part(block: Json, path: str) -> str | Json:
+    if is_file(block):
+        return file_text(block)
     return _text(block, path) if block["type"] == "text" else _image(block, path)
 
 

@@ -35,6 +35,7 @@ from leyden.protocols.chat import (
 from leyden.protocols.checks import arguments_object, field, integer, number, objects, stop_strings
 from leyden.protocols.choice import of_gemini
 from leyden.protocols.fields import check_fields
+from leyden.protocols.files import decoded, placeholder
 from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
@@ -127,6 +128,7 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
     tool_config = _named(field(body, "toolConfig", dict) or {})
     tool_choice = of_gemini(_named(field(tool_config, "functionCallingConfig", dict, path="toolConfig") or {}))
     ignored += tuple(f"tools.{name}" for _, tool in _each(body, "tools") for name in tool if name != _FUNCTIONS)
+    ignored += _unshown(body)
     ignored += ("toolConfig",) if tool_choice.forced else ()
     return ChatRequest(
         protocol=PROTOCOL,
@@ -259,6 +261,27 @@ def _call(call: Json, path: str, numbers: Iterator[int]) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def _unshown(body: Json) -> tuple[str, ...]:
+    """`content.file` for each file that has only a placeholder in the conversation."""
+    parts = [_named(part) for _, content in _each(body, "contents") for _, part in _each(content, "parts")]
+    parts += [
+        _named(inner)
+        for part in parts
+        if isinstance(part.get("functionResponse"), dict)
+        for _, inner in _each(_named(part["functionResponse"]), "parts")
+    ]
+    found = [
+        (name, _named(part[name]))
+        for part in parts
+        for name in ("inlineData", "fileData")
+        if isinstance(part.get(name), dict)
+    ]
+    others = [(name, media) for name, media in found if not str(media.get("mimeType")).startswith("image/")]
+    return ("content.file",) * sum(
+        name == "fileData" or decoded(media.get("data"), media.get("mimeType")) is None for name, media in others
+    )
+
+
 def _text(part: Json, path: str) -> str:
     text = part.get("text")
     if not isinstance(text, str):
@@ -276,7 +299,8 @@ def _shown(part: Json, path: str) -> str | Json:
         named = _named(media)
         kind, value = named.get("mimeType"), field(named, source, str, required=True, path=f"{path}.{name}")
         if not isinstance(kind, str) or not kind.startswith("image/"):
-            raise RequestError(f"{path}.{name} has type {kind!r:.80}; only images can be shown", param=path)
+            text = decoded(value, kind) if name == "inlineData" else None
+            return placeholder("file", named | {"data": None}) if text is None else text
         return image(value if name == "fileData" else f"data:{kind};base64,{value.translate(_PLAIN_ALPHABET)}")
     return _text(part, path)
 

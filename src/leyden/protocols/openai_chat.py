@@ -15,6 +15,7 @@ from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, Harn
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
+from leyden.protocols.files import file_text, is_file, unshown
 from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
 
@@ -31,6 +32,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
         raise RequestError("messages is empty; send at least one message", param="messages")
     stream_options = field(body, "stream_options", dict) or {}
     tool_choice = of_openai(body)
+    ignored += tuple(unshown(body.get("messages")))
     ignored += ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
@@ -167,6 +169,8 @@ def _part(part: Any, path: str, *, images: bool) -> str | Json:
     url = part.get("image_url")
     if images and kind == "image_url" and isinstance(url, dict) and isinstance(url.get("url"), str):
         return image(url["url"])
+    if is_file(part):
+        return file_text(part)
     allowed = "text and image_url" if images else "text"
     raise RequestError(f"{path} has type {kind!r:.80}; allowed are parts of type {allowed}", param=path)
 

@@ -10,6 +10,7 @@ from leyden.protocols.chat import Call, ChatReply, ChatRequest, HarnessSampling,
 from leyden.protocols.checks import field, integer, number
 from leyden.protocols.choice import of_openai
 from leyden.protocols.fields import check_fields
+from leyden.protocols.files import unshown
 from leyden.protocols.openai_responses_items import (
     handle,
     input_messages,
@@ -58,7 +59,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
     store = field(body, "store", bool)
     tool_choice = of_openai(body)
     ignored += ("tool_choice",) if tool_choice.forced else ()
-    ignored += (*left_out, *skipped_items(body), *(f"include.{name}" for name in include if name != _ENCRYPTED))
+    ignored += (*left_out, *skipped_items(body), *unshown(body.get("input")))
+    ignored += tuple(f"include.{name}" for name in include if name != _ENCRYPTED)
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=_messages(body, call.recall),

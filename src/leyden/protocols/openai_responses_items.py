@@ -24,6 +24,7 @@ from typing import Any
 from leyden.errors import NotFound, RequestError
 from leyden.protocols.chat import ChatReply, Recall, image, joined
 from leyden.protocols.checks import arguments_of, field, kind_of, objects
+from leyden.protocols.files import file_text, is_file
 from leyden.protocols.openai_responses_tools import Offered, call_item, input_of, shown_name
 from leyden.types import FinishReason, Json
 
@@ -265,6 +266,8 @@ def _part(part: Any, path: str, *, images: bool) -> str | Json:
         return text
     if images and kind == "input_image" and isinstance(part.get("image_url"), str):
         return image(part["image_url"])
+    if is_file(part):
+        return file_text(part)
     allowed = "input_text, output_text, refusal" + (" and input_image with an image_url" if images else "")
     raise RequestError(f"{path} has type {kind!r}; allowed are parts of type {allowed}", param=path)
 

@@ -72,11 +72,14 @@ class WorkspaceConfig(Section):
     `template` is a folder, as a Jinja template over `task`; what a task says chooses below the folder that stands
     before it (`repos/{{ task.repo }}`: below repos), or below the run file's own. The run's folder is never copied.
     `files` names a field of the task that maps relative paths to text.
+
+    `keep` says whose workspaces stay: `failed` those of rollouts whose harness or machinery failed, whatever their
+    reward, `unsolved` also those that ended well with a reward below `eval.pass_threshold`, `all`, or `none`.
     """
 
     template: str | None = None
     files: str | None = None
-    keep: Literal["failed", "all", "none"] = "failed"
+    keep: Literal["failed", "unsolved", "all", "none"] = "failed"
 
 
 class LimitsConfig(Section):
@@ -374,6 +377,8 @@ class TrainerConfig(Section):
     """A run that cannot go on ends with the reason: after `max_empty_steps` steps in a row without a trained token, or
     after `max_same_failures` rollouts in a row that were lost, in all their attempts, to one and the same failure of
     the machinery (an image that cannot be pulled, a grader that crashes).
+
+    The newest `keep_checkpoints` are kept, and the one with the best validation.
     """
 
     schedule: Literal["sync"] = "sync"

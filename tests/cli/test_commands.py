@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -253,6 +254,32 @@ def test_choice_of_checkpoint(config):
     assert choose_checkpoint(config, str(root / "step-000009")) == root / "step-000009"
     with pytest.raises(ConfigError, match="--checkpoint: step-7 is not a folder"):
         choose_checkpoint(config, "step-7")
+
+
+def test_the_best_checkpoint_is_that_of_the_best_validation(config):
+    with pytest.raises(ConfigError, match=r"--checkpoint: no validation of .* has a result"):
+        choose_checkpoint(config, "best")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    log = config.run_dir / "metrics.jsonl"
+
+    def evaluated(step, value, mean):
+        line = {"event": "eval", "step": step, "pass": [{"k": 1, "value": value}], "mean_reward": mean}
+        with log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    evaluated(0, 0.25, 0.5)
+    assert choose_checkpoint(config, "best") is None
+    evaluated(2, 0.25, 0.75)
+    evaluated(4, 0.25, 0.75)
+    evaluated(6, None, None)
+    with pytest.raises(ConfigError, match=r"the best validation was at step 2, but .*step-000002 is gone"):
+        choose_checkpoint(config, "best")
+    folder = config.run_dir / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    assert choose_checkpoint(config, "best") == folder
+    with log.open("a") as file:
+        file.write('{"event": "start", "step": 0}\n')
+    assert choose_checkpoint(config, "best") is None
 
 
 def test_closing_lines(tmp_path):

@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -71,6 +72,11 @@ def test_latest_ignores_what_is_incomplete_and_prune_keeps_the_newest(make, tmp_
     for n in (1, 2, 10):
         policy.save(root, f"step-{n:06d}", {"step": n}, keep=2)
     assert sorted(p.name for p in root.iterdir()) == ["step-000002", "step-000010"]
+    policy.save(root, "step-000012", {"step": 12}, keep=1, also=2)
+    assert sorted(p.name for p in root.iterdir()) == ["step-000002", "step-000012"]
+    policy.save(root, "step-000010", {"step": 10}, keep=2)
+    assert sorted(p.name for p in root.iterdir()) == ["step-000010", "step-000012"]
+    shutil.rmtree(root / "step-000012")
     (root / "step-000011").mkdir()  # no state.json
     (root / ".tmp-step-000012").mkdir()
     (root / ".tmp-step-000012" / "state.json").write_text("{}")

@@ -28,6 +28,7 @@ class CountingPolicy:
         self.weights = 0
         self.published: list[tuple[int, int]] = []
         self.batches = []
+        self.saved: list[tuple[int, int | None]] = []
         self.before_update = lambda: None
         self.dead = False
 
@@ -40,9 +41,10 @@ class CountingPolicy:
     def publish(self, version, lineage):
         self.published.append((version, self.weights))
 
-    def save(self, cursor):
+    def save(self, cursor, best):
         if self.dead:
             return
+        self.saved.append((cursor.step, best))
         state = {"step": cursor.step, "version": cursor.version, "weights": self.weights}
         (self.folder / "checkpoint.json").write_text(json.dumps(state))
 
@@ -123,6 +125,20 @@ async def test_a_whole_run(config):
         "validation at step 0", "step 1/4", "step 2/4", "validation at step 2", "step 3/4", "step 4/4",
         "validation at step 4",
     ]  # fmt: skip
+
+
+async def test_the_checkpoint_of_the_best_validation_is_kept(config):
+    """Validation is best after step 1, which is off the schedule of checkpoints, and ties with step 2: the earlier one
+    holds."""
+    values = {0: 0.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.5}
+    control = ScriptedControl(lambda r: Ending(values[r.step] if r.kind == "eval" else float(r.member)))
+    policy = CountingPolicy(config.run_dir)
+    settings = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
+    summary = await loop(settings, control, policy).run()
+    assert policy.saved == [(1, 1), (2, 1), (4, 1)]
+    assert summary["best"] == {
+        "step": 1, "version": 1, "mean_reward": 1.0, "pass_at_1": 1.0, "checkpoint": "checkpoints/step-000001",
+    }  # fmt: skip
 
 
 async def test_the_order_of_writes(config):

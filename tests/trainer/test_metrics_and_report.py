@@ -97,6 +97,13 @@ def test_summary():
         "mean_reward_before": None,
         "mean_reward_after": None,
         "pass_threshold": None,
+        "best": {
+            "step": 3,
+            "version": 3,
+            "mean_reward": None,
+            "pass_at_1": 0.75,
+            "checkpoint": "checkpoints/step-000003",
+        },
         "nothing_learned": None,
         "first_failures": {"crashed": {"rollout": "r3", "reason": "exit 1"}},
         "evaluations": [

@@ -125,7 +125,7 @@ def evaluate(
     run_file: RunFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str, typer.Option(metavar="DIR", help="A checkpoint, `latest` of the run, or `none`: the initial model.")
+        str, typer.Option(metavar="DIR", help="A checkpoint, `latest` or `best` (by validation) of the run, or `none`.")
     ] = "latest",
     k: Annotated[list[int] | None, typer.Option("-k", min=1, help="Report pass@K; may be given several times.")] = None,
     samples: Annotated[

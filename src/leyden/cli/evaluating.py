@@ -20,7 +20,8 @@ from leyden.doctor.preflight import before_rollouts
 from leyden.errors import ConfigError
 from leyden.trainer.display import Display, named
 from leyden.trainer.evaluate import EvalResult
-from leyden.trainer.folder import newest_checkpoint
+from leyden.trainer.folder import checkpoint_name, newest_checkpoint
+from leyden.trainer.metrics import best_evaluation, read_metrics
 from leyden.trainer.tasks import TaskSet, read_tasks
 
 
@@ -104,11 +105,26 @@ def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
         return None
     if wanted == "latest":
         return newest_checkpoint(config.run_dir)
+    if wanted == "best":
+        return best_checkpoint(config)
     folder = Path(wanted)
     if not folder.is_dir():
         raise ConfigError(
             "--checkpoint", f"{wanted} is not a folder; give one of {config.run_dir}/checkpoints, or none"
         )
+    return folder
+
+
+def best_checkpoint(config: RunConfig) -> Path | None:
+    """That of the best validation of the run; None is the initial model. Raises ConfigError where there is none."""
+    best = best_evaluation(read_metrics(config.run_dir / "metrics.jsonl"))
+    if best is None:
+        raise ConfigError("--checkpoint", f"no validation of {config.run_dir} has a result; give latest or a folder")
+    if best["step"] == 0:
+        return None
+    folder = config.run_dir / "checkpoints" / checkpoint_name(best["step"])
+    if not folder.is_dir():
+        raise ConfigError("--checkpoint", f"the best validation was at step {best['step']}, but {folder} is gone")
     return folder
 
 

@@ -52,6 +52,9 @@ def closing_lines(run_dir: Path, summary: Json) -> list[str]:
         if value is not None:
             known = "" if mean is None else f", mean reward {mean:.3f}"
             lines.append(f"validation pass@1 {when:6} {value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]{known}")
+    if best := summary.get("best"):
+        where = run_dir / best["checkpoint"] if best["checkpoint"] else "the initial model"
+        lines.append(f"best validation pass@1 {best['pass_at_1']:.3f} at step {best['step']}: {where}")
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
     lines.append(f"seconds: {seconds}")
     lines += [f"{name:20}{run_dir / name}" for name in ("summary.json", "learning_curve.png")]

@@ -46,7 +46,8 @@ MOST_REASON_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """What the actions work with. `keep` is `workspace.keep` of the run file, `run_dir` holds the attempts' folders."""
+    """What the actions work with. `keep` is `workspace.keep` of the run file, `pass_threshold` that of `eval`,
+    `run_dir` holds the attempts' folders."""
 
     controller_id: str
     client: ControlClient
@@ -54,6 +55,7 @@ class Actor:
     board: Board
     run_dir: Path
     keep: str
+    pass_threshold: float
 
     async def perform(self, action: Action) -> None:
         """One action with its failures: a conflict is read again, a failed launch voids the attempt.
@@ -215,7 +217,7 @@ class Actor:
     async def _clean_up(self, attempt: Attempt, rollout: Rollout | None) -> None:
         """What cannot be deleted stays, and is said; the next controller tries once more."""
         try:
-            await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt))
+            await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt, self.pass_threshold))
             workspace.settle(attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt))
         except OSError as error:
             log.warning(
@@ -253,13 +255,14 @@ class Actor:
         log.log(level, "%s: %s", facts, reason if where in reason else f"{reason}; {where}")
 
 
-def keeps(policy: str, rollout: Rollout | None, attempt: Attempt) -> bool:
-    """Whether an attempt's workspace stays: `failed` keeps it unless its rollout succeeded or was cancelled."""
-    if policy != "failed":
+def keeps(policy: str, rollout: Rollout | None, attempt: Attempt, pass_threshold: float) -> bool:
+    """Whether an attempt's workspace stays. `failed` keeps it unless its rollout succeeded or was cancelled; `unsolved`
+    keeps that of a rollout that succeeded, too, if its reward is no pass.
+    """
+    if policy not in ("failed", "unsolved"):
         return policy == "all"
-    ended_well = (
-        rollout is not None
-        and rollout.attempt == attempt.attempt
-        and rollout.state in (RolloutState.SUCCEEDED, RolloutState.CANCELLED)
-    )
-    return not ended_well
+    if rollout is None or rollout.attempt != attempt.attempt:
+        return True
+    if rollout.state is RolloutState.SUCCEEDED:
+        return policy == "unsolved" and (rollout.reward is None or rollout.reward < pass_threshold)
+    return rollout.state is not RolloutState.CANCELLED

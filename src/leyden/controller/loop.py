@@ -65,7 +65,9 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
     wake = asyncio.Event()
     async with ControlClient(url, key) as client:
         backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake))
-        actor = Actor(controller_id, client, backend, board, config.run_dir, config.workspace.keep)
+        actor = Actor(
+            controller_id, client, backend, board, config.run_dir, config.workspace.keep, config.eval.pass_threshold
+        )
         await backend.open()
         pressure = Pressure(config.controller.concurrency) if config.controller.backend == "local" else None
         await Controller(actor, limits(config, controller_id), wake, pressure).run(stop)

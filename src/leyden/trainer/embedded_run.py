@@ -14,6 +14,7 @@ from leyden.errors import TrainingError
 from leyden.trainer.embedded.policy import EmbeddedPolicy
 from leyden.trainer.embedded.sampler import Sampler
 from leyden.trainer.embedded.server import build_app
+from leyden.trainer.folder import checkpoint_name
 from leyden.trainer.loop import Cursor, Policy
 from leyden.trainer.serving import serve
 
@@ -65,10 +66,11 @@ class _Embedded:
     def publish(self, version: int, lineage: str) -> None:
         self._policy.publish(self._sampler, version, lineage).result()
 
-    def save(self, cursor: Cursor) -> None:
+    def save(self, cursor: Cursor, best: int | None) -> None:
         self._policy.save(
             self._config.run_dir / "checkpoints",
-            f"step-{cursor.step:06d}",
+            checkpoint_name(cursor.step),
             {"step": cursor.step, "version": cursor.version},
             keep=self._config.trainer.keep_checkpoints,
+            also=best,
         )

@@ -14,6 +14,10 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
 def checkpoint_step(path: Path) -> int | None:
     """The step in a checkpoint's name; None for another name or a folder that is none."""
     name = CHECKPOINT.fullmatch(path.name)

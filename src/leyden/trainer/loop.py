@@ -22,6 +22,8 @@ of a version after w, are discarded. So:
                     tasks of a step follow from the seed alone.
     between 6 and 7 the groups of step s are still active although the checkpoint holds them: groups of steps <= c
                     are consumed at the start.
+    The checkpoint of the best evaluation so far outlives `trainer.keep_checkpoints`. Which it is follows from the lines
+    of evaluations that hold, so nothing else is written; one that is off the schedule of checkpoints is saved in 8.
     during 8        the evaluation of step c is missing from the lines that hold: it is run (its finished rollouts are
                     still there).
 
@@ -49,7 +51,7 @@ from leyden.trainer.collect import Collected, Progress, collect, create_groups, 
 from leyden.trainer.display import Display, named, progress_line, step_line
 from leyden.trainer.evaluate import evaluate
 from leyden.trainer.measure import measure, scalars
-from leyden.trainer.metrics import Board, MetricsLog, current, read_metrics
+from leyden.trainer.metrics import Board, MetricsLog, best_evaluation, current, read_metrics
 from leyden.trainer.outcomes import FirstFailures
 from leyden.trainer.report import write_report
 from leyden.trainer.tasks import TaskSet, tasks_for_step
@@ -72,8 +74,9 @@ class Policy(Protocol):
     def publish(self, version: int, lineage: str) -> None:
         """From now on the engine samples from the current weights, which are `version` of `lineage`."""
 
-    def save(self, cursor: Cursor) -> None:
-        """Write a checkpoint that holds `cursor`; it is complete when this returns."""
+    def save(self, cursor: Cursor, best: int | None) -> None:
+        """Write a checkpoint that holds `cursor`; it is complete when this returns. Old ones go, but not that of step
+        `best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,8 @@ class Loop:
 
     def _save(self) -> None:
         start = time.monotonic()
-        self._policy.save(self._cursor)
+        best = best_evaluation(self._lines())
+        self._policy.save(self._cursor, best["step"] if best else None)
         self._saved_step = self._cursor.step
         self._append("checkpoint", {"seconds": {"checkpoint": round(time.monotonic() - start, 4)}})
 
@@ -276,6 +280,9 @@ class Loop:
         )
         self._append("eval", result.as_json())
         self._display.line(f"validation at step {at.step} | {result} | {result.seconds:.1f} s", "bold")
+        best = best_evaluation(self._lines())
+        if best and best["step"] == at.step > self._saved_step:
+            await asyncio.to_thread(self._save)
         await asyncio.to_thread(self._report)
 
     def _progress(self, label: str) -> Callable[[Progress], None]:

@@ -9,6 +9,7 @@ a crash cut short is ignored.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,21 @@ def current(lines: Iterable[Json]) -> list[Json]:
             kept = [earlier for earlier in kept if earlier["step"] <= line["step"]]
         kept.append(line)
     return kept
+
+
+def best_evaluation(lines: Iterable[Json]) -> Json | None:
+    """The evaluation that holds with the highest pass@1, then the highest mean reward; of equal ones the earliest."""
+
+    def rank(line: Json) -> tuple[float, float]:
+        mean = line.get("mean_reward")
+        return _pass_at_1(line) or 0.0, -math.inf if mean is None else mean
+
+    known = [line for line in current(lines) if line["event"] == "eval" and _pass_at_1(line) is not None]
+    return max(known, key=rank, default=None)
+
+
+def _pass_at_1(line: Json) -> float | None:
+    return next((p["value"] for p in line["pass"] if p["k"] == 1), None)
 
 
 class Board:

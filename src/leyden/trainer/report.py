@@ -9,7 +9,8 @@ from pathlib import Path
 
 import orjson
 
-from leyden.trainer.metrics import current
+from leyden.trainer.folder import checkpoint_name
+from leyden.trainer.metrics import best_evaluation, current
 from leyden.types import Json
 
 EVALUATION = ("step", "version", "mean_reward", "pass", "coverage", "missing", "outcomes")
@@ -22,7 +23,8 @@ def summarize(lines: Sequence[Json]) -> Json:
 
     `pass_at_1_before` and `_after`, like `mean_reward_before` and `_after`, are those of the first and the last
     evaluation, null without one. `nothing_learned` says why no update can have taught anything, null where one did;
-    `first_failures` has for each way a training rollout failed the first one. Counts
+    `best` is the evaluation whose checkpoint is kept, `first_failures` has for each way a training rollout failed the
+    first one. Counts
     are of training rollouts; `seconds` are per phase over all lines that hold, `lineages` how often the run
     was started.
     """
@@ -48,6 +50,7 @@ def summarize(lines: Sequence[Json]) -> Json:
         "mean_reward_after": after and after.get("mean_reward"),
         "pass_threshold": next((e["pass_threshold"] for e in reversed(evals) if "pass_threshold" in e), None),
         "evaluations": [{k: e.get(k) for k in EVALUATION} for e in evals],
+        "best": _best(kept),
         "nothing_learned": nothing_learned(steps),
         "counts": counts,
         "first_failures": _first_failures(steps),
@@ -66,6 +69,16 @@ def nothing_learned(steps: Sequence[Json]) -> str | None:
     if not any(line.get("turns") for line in steps):
         return "no rollout made a model call that was served"
     return "rewards never differed within a group, so every advantage was 0"
+
+
+def _best(lines: Sequence[Json]) -> Json | None:
+    """The best of the evaluations; `checkpoint` is null for the initial model."""
+    best = best_evaluation(lines)
+    if best is None:
+        return None
+    folder = f"checkpoints/{checkpoint_name(best['step'])}" if best["step"] else None
+    facts = {name: best.get(name) for name in ("step", "version", "mean_reward")}
+    return {**facts, "pass_at_1": _pass_at_1(best, "value"), "checkpoint": folder}
 
 
 def _with_spread(line: Json) -> int:

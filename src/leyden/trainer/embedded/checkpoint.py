@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 
 from leyden.errors import TrainingError
 from leyden.trainer.embedded.hub import load_model, quiet
+from leyden.trainer.folder import checkpoint_step
 from leyden.types import Json
 
 FORMAT = 1
@@ -44,7 +45,9 @@ class Parts:
     rng: np.random.Generator
 
 
-def save(root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json, keep: int) -> Path:
+def save(
+    root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json, keep: int, also: int | None = None
+) -> Path:
     """Write `root/name` (as `step-N`) atomically, replace one of that name, and remove all but the newest `keep`.
 
     Raises TrainingError if it cannot be written, as on a full disk; the earlier checkpoints are as they were then.
@@ -63,7 +66,7 @@ def save(root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json
     temporary.rename(final)
     _sync(root)
     _remove_leftovers(root)
-    prune(root, keep)
+    prune(root, keep, also)
     return final
 
 
@@ -104,10 +107,11 @@ def latest(root: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints."""
+def prune(root: Path, keep: int, also: int | None = None) -> None:
+    """Remove all but the `keep` newest complete checkpoints, and the one of step `also`."""
     for path in _complete(root)[:-keep]:
-        shutil.rmtree(path)
+        if checkpoint_step(path) != also:
+            shutil.rmtree(path)
 
 
 def _complete(root: Path) -> list[Path]:

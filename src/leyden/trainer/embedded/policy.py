@@ -134,8 +134,9 @@ class EmbeddedPolicy:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def save(self, root: Path, name: str, state: Json, *, keep: int) -> Path:
-        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep`."""
+    def save(self, root: Path, name: str, state: Json, *, keep: int, also: int | None = None) -> Path:
+        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep` and that of
+        step `also`."""
         return checkpoint.save(
             root,
             name,
@@ -143,6 +144,7 @@ class EmbeddedPolicy:
             policy_state={"optimizer_steps": self.optimizer_steps},
             state=state,
             keep=keep,
+            also=also,
         )
 
     def load(self, path: Path) -> Json:

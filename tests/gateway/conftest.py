@@ -35,6 +35,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def listening(
+    handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], host: str = "127.0.0.1"
+) -> AsyncIterator[str]:
+    """The URL of a server. Its own context would wait for every connection from Python 3.12 on; this one does not."""
+    server = await asyncio.start_server(handler, host, 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.close()
+
+
 async def forever() -> None:
     await asyncio.Event().wait()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from leyden.gateway.engines.connections import Answer, Connections
-from tests.gateway.conftest import until
+from tests.gateway.conftest import listening, until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -53,10 +53,7 @@ class Bytes:
 
 @asynccontextmanager
 async def serving(server: Bytes, host: str = "127.0.0.1") -> AsyncIterator[Bytes]:
-    listening = await asyncio.start_server(server, host, 0)
-    port = listening.sockets[0].getsockname()[1]
-    server.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    async with listening:
+    async with listening(server, host) as server.url:
         yield server
 
 
@@ -172,8 +169,7 @@ async def test_a_body_without_a_length_that_is_reset_is_none(client: Connections
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.close()
 
-    async with await asyncio.start_server(reset, "127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening(reset) as url:
         with pytest.raises(OSError, match="in the middle of the answer"):
             await client.request("GET", url, "/")
 

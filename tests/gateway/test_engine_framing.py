@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from leyden.gateway.render import ModelRenderer
-from tests.gateway.conftest import make_config, serving
+from tests.gateway.conftest import listening, make_config, serving
 from tests.gateway.fake_vllm import chatted, completed, generated
 from tests.gateway.test_chat import SYSTEM, USER, call, sdk
 
@@ -54,8 +54,7 @@ async def test_an_answer_that_ends_with_its_connection_is_one_turn(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, engine: Any, stream: bool, head: bytes
 ) -> None:
     server = Closing(head)
-    async with await asyncio.start_server(server, "127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening(server) as url:
         config = make_config(tmp_path, tokenizer_path, engine=engine | {"urls": [url]})
         async with serving(config, renderer) as gateway:
             rollout_id, key = await gateway.start_rollout()

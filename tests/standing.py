@@ -18,11 +18,12 @@ T = TypeVar("T")
 NOT_SET_UP = 3
 
 
-def fixtures_used(session: pytest.Session) -> frozenset[str]:
-    """Names of the fixtures that the chosen tests ask for; none if tests are only listed."""
+def fixtures_used(session: pytest.Session, mark: str) -> frozenset[str]:
+    """Names of the fixtures that the chosen tests with this mark ask for; none if tests are only listed."""
     if session.config.option.collectonly:
         return frozenset()
-    return frozenset(name for item in session.items for name in getattr(item, "fixturenames", ()))
+    marked = [item for item in session.items if item.get_closest_marker(mark)]
+    return frozenset(name for item in marked for name in getattr(item, "fixturenames", ()))
 
 
 def stand(session: pytest.Session, what: str, start: Callable[[], AbstractContextManager[T]]) -> T:

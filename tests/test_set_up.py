@@ -125,7 +125,7 @@ def server():
     print("stopped")
 
 def pytest_collection_finish(session):
-    if "server" in fixtures_used(session):
+    if "server" in fixtures_used(session, "real"):
         session.config.number = stand(session, "the server", server)
 
 @pytest.fixture
@@ -137,16 +137,32 @@ def _server(server_number):
     return server_number
 """
 TESTS = """
+import pytest
+
+@pytest.mark.real
 def test_one(server): assert server == 7
+
+@pytest.mark.real
 def test_two(server): assert server == 7
+
+@pytest.mark.real
 def test_without(): pass
+"""
+OTHER_TESTS = """
+import pytest
+
+@pytest.fixture
+def server(): return 8
+
+def test_with_a_server_of_its_own(server): assert server == 8
 """
 
 
 def session(folder: Path, start: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.format(start=start))
     (folder / "test_it.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 1\n")
+    (folder / "test_other.py").write_text(OTHER_TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 1\nmarkers = real\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, folder]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -156,7 +172,7 @@ def test_a_server_stands_before_the_first_test_and_its_start_may_last(tmp_path: 
     done = session(tmp_path, "time.sleep(1.5)")
     assert done.returncode == 0, done.stdout
     assert "the server: starting\nthe server: ready in " in done.stdout
-    assert "3 passed" in done.stdout and done.stdout.endswith("stopped\n")
+    assert "4 passed" in done.stdout and done.stdout.endswith("stopped\n")
 
 
 def test_a_server_that_is_not_set_up_ends_the_session_with_one_line(tmp_path: Path) -> None:
@@ -167,5 +183,5 @@ def test_a_server_that_is_not_set_up_ends_the_session_with_one_line(tmp_path: Pa
 
 
 def test_a_server_that_no_chosen_test_wants_is_not_started(tmp_path: Path) -> None:
-    for option in ("--collect-only", "-kwithout"):
+    for option in ("--collect-only", "-kwithout", "-kof_its_own"):
         assert "starting" not in session(tmp_path, "raise NotHere('x')", option).stdout

@@ -16,7 +16,7 @@ import yaml
 from leyden.cli.evaluating import choose_checkpoint, choose_samples, choose_tasks
 from leyden.cli.plan import describe
 from leyden.cli.signals import Stopped, run_until_signal
-from leyden.cli.training import closing_lines, nothing_lines
+from leyden.cli.training import closing_lines, nothing_lines, ways_on
 from leyden.config import RunConfig
 from leyden.doctor.preflight import check_backend
 from leyden.errors import ConfigError
@@ -294,6 +294,9 @@ def test_closing_lines(tmp_path):
         "seconds: rollouts 3.2, update 0.4",
         f"summary.json        {tmp_path}/summary.json",
         f"learning_curve.png  {tmp_path}/learning_curve.png",
+        f"tensorboard         {tmp_path}/tensorboard",
+        f"attempts            {tmp_path}/attempts",
+        f"logs                {tmp_path}/logs",
     ]
 
 
@@ -308,6 +311,20 @@ def test_a_run_that_taught_nothing_ends_with_the_first_failure_of_each_kind():
         "rollouts ended crashed 3, no_calls 1",
         "first crashed: rollout r1: exit 2; last words: can't open file 'agent.py'",
     ]
+
+
+def test_a_run_ends_with_the_commands_that_use_its_checkpoint(config, run_file, tmp_path):
+    assert ways_on(config, run_file, ()) == []
+    for step in (1, 2):
+        (tmp_path / "run" / "checkpoints" / f"step-00000{step}").mkdir(parents=True)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert ways_on(config, Path("my run.yaml"), ("optimizer.lr=1e-5",)) == [
+        f"checkpoint          {checkpoint}, a Hugging Face folder",
+        f"measure it          leyden eval 'my run.yaml' optimizer.lr=1e-5 --checkpoint {checkpoint}",
+        f"serve it            vllm serve {checkpoint} --served-model-name policy",
+    ]
+    without = config.model_copy(update={"data": config.data.model_copy(update={"validation": None})})
+    assert ways_on(without, run_file, ())[1].endswith(f"--checkpoint {checkpoint} --split train")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Boots the cluster and makes the images that the chosen tests ask for."""
-    used = fixtures_used(session)
+    used = fixtures_used(session, "kube")
     if "kube" not in used:
         return
     kube = session.config.stash[CLUSTER] = stand(session, "Kubernetes", cluster)

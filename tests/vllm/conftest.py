@@ -45,7 +45,7 @@ STANDING = pytest.StashKey[Standing]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts one server for all tests, since it takes a minute."""
-    if fixtures_used(session) & {"vllm", "weights"}:
+    if fixtures_used(session, "vllm") & {"vllm", "weights"}:
         session.config.stash[STANDING] = stand(session, "vLLM", server)
 
 

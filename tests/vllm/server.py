@@ -50,10 +50,22 @@ def serving_vllm(python: Path, model: Path, log: Path) -> Iterator[str]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(url, process, log)
-        yield url
+        with _guard(process.pid):
+            _wait_until_up(url, process, log)
+            yield url
     finally:
         _end(process)
+
+
+@contextmanager
+def _guard(group: int) -> Iterator[None]:
+    """Ends the server's processes also when this one is killed: then the guard's input ends."""
+    command = f"cat > /dev/null; kill -KILL -- -{group} 2> /dev/null"
+    with subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.config import RunConfig
 from leyden.trainer.display import Display, named
+from leyden.trainer.folder import newest_checkpoint
 from leyden.types import Json
 
 NOTHING = 3  # the exit status of what ran to its end and came to nothing
+LEFT = ("summary.json", "learning_curve.png", "tensorboard", "attempts", "logs")
 
 
 def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], secret: bytes | None) -> None:
@@ -35,7 +37,7 @@ def run_training(config: RunConfig, run_file: Path, overrides: tuple[str, ...], 
         sys.exit(stopped.exit_status)
     finally:
         display.clear()
-    for line in closing_lines(config.run_dir, summary):
+    for line in [*closing_lines(config.run_dir, summary), *ways_on(config, run_file, overrides)]:
         display.line(line)
     if summary["nothing_learned"]:
         for line in nothing_lines(summary):
@@ -57,7 +59,7 @@ def closing_lines(run_dir: Path, summary: Json) -> list[str]:
         lines.append(f"best validation pass@1 {best['pass_at_1']:.3f} at step {best['step']}: {where}")
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
     lines.append(f"seconds: {seconds}")
-    lines += [f"{name:20}{run_dir / name}" for name in ("summary.json", "learning_curve.png")]
+    lines += [f"{name:20}{run_dir / name}" for name in LEFT]
     return lines
 
 
@@ -71,3 +73,19 @@ def nothing_lines(summary: Json) -> list[str]:
         for kind, first in summary["first_failures"].items()
     ]
     return lines
+
+
+def ways_on(config: RunConfig, run_file: Path, overrides: tuple[str, ...]) -> list[str]:
+    """The newest checkpoint, and the two commands that use it."""
+    checkpoint = newest_checkpoint(config.run_dir)
+    if checkpoint is None:
+        return []
+    measured = ["leyden", "eval", str(run_file), *overrides, "--checkpoint", str(checkpoint)]
+    if config.data.validation is None:
+        measured += ["--split", "train"]
+    served = ["vllm", "serve", str(checkpoint), "--served-model-name", config.model.name]
+    return [
+        f"{'checkpoint':20}{checkpoint}, a Hugging Face folder",
+        f"{'measure it':20}{shlex.join(measured)}",
+        f"{'serve it':20}{shlex.join(served)}",
+    ]

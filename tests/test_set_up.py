@@ -46,28 +46,36 @@ def test_a_set_up_that_was_interrupted_is_made_from_the_start(tmp_path: Path) ->
     assert sorted(path.name for path in folder.iterdir()) == [".installed"]
 
 
-def test_two_set_ups_at_once_are_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder, made = tmp_path / "thing", []
-    first_is_in, second_waits = threading.Event(), threading.Event()
+class Said(list[str]):
+    """What a set-up says, and an event for the line that a test waits for."""
+
+    def __init__(self, awaited: str) -> None:
+        self.awaited, self.heard = awaited, threading.Event()
+
+    def __call__(self, line: str) -> None:
+        self.append(line)
+        if self.awaited in line:
+            self.heard.set()
+
+
+def test_two_set_ups_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, made, is_in = tmp_path / "thing", [], threading.Event()
+    said = Said("waiting for another set-up")
+    monkeypatch.setattr("tests.set_up.say", said)
 
     def install(step: Step) -> None:
         folder.mkdir()
         made.append(1)
-        first_is_in.set()
-        assert second_waits.wait(60)
+        is_in.set()
+        said.heard.wait(60)
 
-    first = threading.Thread(target=install_once, args=("thing", folder, ["1"], install))
-    first.start()
-    assert first_is_in.wait(60)
-    second = threading.Thread(target=install_once, args=("thing", folder, ["1"], install))
-    second.start()
-    said = ""
-    while "waiting for another set-up" not in said:
-        said += capfd.readouterr().out
-    second_waits.set()
-    first.join()
-    second.join()
-    assert made == [1]
+    both = [threading.Thread(target=install_once, args=("thing", folder, ["1"], install)) for _ in range(2)]
+    both[0].start()
+    assert is_in.wait(60)
+    both[1].start()
+    for thread in both:
+        thread.join()
+    assert said.heard.is_set() and made == [1]
 
 
 def test_a_command_that_fails_shows_the_end_of_its_output(tmp_path: Path) -> None:
@@ -79,9 +87,9 @@ def test_a_command_that_fails_shows_the_end_of_its_output(tmp_path: Path) -> Non
     assert not (tmp_path / "thing").exists()
 
 
-def test_a_long_command_says_how_it_stands(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_command_says_how_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Said(" s: halfway")
+    monkeypatch.setattr("tests.set_up.say", said)
     monkeypatch.setattr("tests.set_up.EVERY_S", 0.01)
 
     def install(step: Step) -> None:
@@ -90,12 +98,10 @@ def test_a_long_command_says_how_it_stands(
 
     setting_up = threading.Thread(target=install_once, args=("thing", tmp_path / "thing", ["1"], install))
     setting_up.start()
-    said = ""
-    while ": halfway\n" not in said:
-        said += capfd.readouterr().out
+    assert said.heard.wait(60)
     (tmp_path / "seen").touch()
     setting_up.join()
-    assert "thing: ready in " in capfd.readouterr().out
+    assert said[-1].startswith("thing: ready in ")
 
 
 def test_a_python_that_does_not_start_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

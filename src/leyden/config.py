@@ -86,8 +86,9 @@ class LimitsConfig(Section):
     """What the processes of one attempt may use together; null is no limit. Its grader is bound by the same.
 
     `memory_bytes`, `cpus` (cores' worth of time) and `pids` (processes and threads) are kept by a cgroup, which Leyden
-    must be able to make. `workspace_bytes` is looked at every second; a harness that is over it is killed. A harness
-    that ends for a limit has failed by itself: it is graded.
+    must be able to make. `workspace_bytes` is looked at every second, with open files that have no name any more. A
+    harness that is over it is killed; a grader may write as much beside what it finds. A harness that ends for a limit
+    has failed by itself: it is graded.
     """
 
     memory_bytes: Annotated[int, Field(ge=4_000_000)] | None = None

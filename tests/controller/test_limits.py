@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller.backends.leyden_launcher import cgroups
-from leyden.controller.backends.leyden_launcher.disk import DiskWatch, used
+from leyden.controller.backends.leyden_launcher.disk import DiskWatch, unlinked, used
+from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.errors import LaunchError
-from tests.controller.conftest import controlling
+from tests.controller.conftest import GRADER, controlling
 from tests.controller.fake_gateway import FakeGateway
 from tests.controller.test_restart import Runner, kill9, launchers, start_controller, wait_until
 from tests.controller.test_runs import attempt_dir, run
@@ -324,6 +327,43 @@ def test_used_counts_blocks_below_a_folder(tmp_path: Path) -> None:
         file.truncate(2**40)
     assert 100_000 <= used(tmp_path) - empty < 120_000
     assert used(tmp_path / "gone") == 0
+
+
+def test_used_counts_what_lies_deeper_than_a_path_is_long(tmp_path: Path) -> None:
+    code = (
+        f"import os\nfor _ in range(60):\n os.mkdir('{'d' * 200}'); os.chdir('{'d' * 200}')\n"
+        "open('f', 'wb').write(bytes(1 << 20))"
+    )
+    (tmp_path / "w").mkdir()
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "w", check=True)
+    assert used(str(tmp_path / "w")) >= 1 << 20
+    remove(str(tmp_path / "w"))
+
+
+def test_a_file_without_a_name_counts_while_it_is_open(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        assert unlinked([os.getpid()], [str(tmp_path)]) == 0
+        (tmp_path / "f").unlink()
+        assert unlinked([os.getpid()], [str(tmp_path)]) >= 1 << 20
+    assert unlinked([os.getpid()], [str(tmp_path)]) == 0
+
+
+async def test_an_open_file_without_a_name_is_over_the_limit_too(config: Config, gone: Left) -> None:
+    hidden = "exec 3> f; rm f; head -c 3000000 /dev/zero >&3; sleep 300"
+    (rollout,) = await run(config(hidden, harness={"limits": {"workspace_bytes": 1_000_000}}))
+    assert (rollout["state"], rollout["failure"], rollout["reward"]) == ("failed", "agent", 1.0)
+
+
+async def test_a_grader_may_write_as_much_as_the_harness_beside_what_it_found(config: Config, gone: Left) -> None:
+    """A harness that ends just over its limit, before anybody looked, is graded on that."""
+    grades = ["sh", "-c", f"head -c 500000 /dev/zero > g; sleep 2.5; exec {shlex.join(GRADER)}"]
+    made = config(
+        "head -c 2000000 /dev/zero > f", harness={"limits": {"workspace_bytes": 1_000_000}}, grader={"command": grades}
+    )
+    (rollout,) = await run(made)
+    assert (rollout["attempt"], rollout["reward"]) == (1, 1.0)
 
 
 def test_disk_is_not_looked_at_before_its_time(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ class Job:
     """What to run. With `fork`, a Python command runs in a fork of the launcher if that is possible.
 
     `directory` gets the job's exit.json; `log` is appended to, `log_bytes` at most. `limits` are those of the run file
-    that are given; `folders` count for `workspace_bytes`. `files` are what it reads outside its folder; `forward` is
-    the (host, port) that a sandboxed job reaches.
+    that are given; `folders` count for `workspace_bytes`, with `counts_found` also what lies there at the start.
+    `files` are what it reads outside its folder; `forward` is the (host, port) that a sandboxed job reaches.
     """
 
     job_id: str
@@ -36,6 +36,7 @@ class Job:
     learn: bool = False
     limits: dict[str, float] = field(default_factory=dict)
     folders: tuple[Path, ...] = ()
+    counts_found: bool = True
     files: tuple[Path, ...] = ()
     forward: tuple[str, int] | None = None
 

@@ -160,6 +160,7 @@ def grader(
         fork=config.grader.function is not None,
         limits=config.harness.limits.model_dump(exclude_none=True),
         folders=(paths.workspace,),
+        counts_found=False,
         files=(paths.task, paths.harness_log, paths.exit),
     )
 

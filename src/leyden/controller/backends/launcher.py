@@ -272,6 +272,7 @@ def _start_message(job: Job) -> dict[str, Any]:
         "learn": job.learn,
         "limits": job.limits,
         "folders": [str(folder) for folder in job.folders],
+        "counts_found": job.counts_found,
         "forward": job.forward,
     }
 

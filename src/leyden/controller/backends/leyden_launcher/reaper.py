@@ -48,7 +48,9 @@ class Reaper:
         self.orphan_grace_s = orphan_grace_s
         self.groups = groups
         self.group = groups.group(job["id"], job["limits"])
-        self.disk = DiskWatch(job["folders"], job["limits"].get("workspace_bytes"))
+        self.disk = DiskWatch(
+            job["folders"], job["limits"].get("workspace_bytes"), counts_found=job.get("counts_found", True)
+        )
         self.exit_path = os.path.join(job["dir"], "exit.json")
         self.status: int | None = None
         self.signal: int | None = None
@@ -233,7 +235,7 @@ class Reaper:
 
     def look_at_disk(self) -> None:
         if self.killed is None and self.status is None:
-            self.note = self.disk.over()
+            self.note = self.disk.over(descendants(os.getpid()) if self.disk.is_due else ())
             if self.note:
                 self.killed = OVER_LIMIT
                 self.begin_kill(0.0)

@@ -247,13 +247,15 @@ class ControllerConfig(Section):
 
     Attempts belong to the controller of that `name`; after a restart it knows them again. `start_timeout_s` bounds the
     wait for a place to run; that time does not count against the harness. `concurrency` is the most at once; on this
-    machine fewer are started while its memory or processors are short.
+    machine fewer are started while its memory or processors are short, and none while the run folder's disk has less
+    than `min_free_bytes` free: leave room for what runs, and for a checkpoint.
     """
 
     start: Switch = True
     name: Annotated[str, Field(min_length=1, max_length=200)] = "local"
     backend: Literal["local", "kubernetes"] = "local"
     concurrency: PositiveInt = 8
+    min_free_bytes: Annotated[int, Field(ge=0)] = 2**30
     start_timeout_s: PositiveSeconds = 600
 
 

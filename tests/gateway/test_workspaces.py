@@ -10,8 +10,9 @@ import pytest
 
 from leyden.client import control_key
 from leyden.errors import NotFound, TooLarge
+from leyden.gateway.render import ModelRenderer
 from leyden.gateway.workspaces import Workspaces
-from tests.gateway.conftest import SECRET, Gateway
+from tests.gateway.conftest import SECRET, Gateway, make_config, serving
 
 
 async def put(gateway: Gateway, key: str, body: bytes | AsyncIterator[bytes]) -> int:
@@ -45,6 +46,26 @@ async def test_the_last_archive_of_a_running_attempt_reaches_its_grader(gateway:
     assert await put(gateway, claim.workspace_key, b"too late") == 409
     assert await get(gateway, receipt.grader_key) == (200, b"second")
     assert (await get(gateway, claim.workspace_key))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("keep", "code", "kept"),
+    [("all", 0, True), ("failed", 0, False), ("failed", 1, True), ("none", 0, False), ("none", 1, False)],
+)
+async def test_an_archive_stays_as_long_as_a_workspace(
+    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, keep: str, code: int, kept: bool
+) -> None:
+    config = make_config(tmp_path, tokenizer_path, workspace={"keep": keep})
+    async with serving(config, renderer) as gateway:
+        (group,) = await gateway.client.create_groups([{"kind": "train", "step": 9, "slot": 0, "size": 1, "task": {}}])
+        claim = await gateway.client.claim(group.rollouts[0].rollout_id, "c")
+        rollout_id = claim.rollout.rollout_id
+        assert await put(gateway, claim.workspace_key, b"archive") == 200
+        await gateway.client.exit(rollout_id, 1, exit_code=code, timed_out=False, reason=None)
+        path = Workspaces(config.run_dir, 100).find(rollout_id, 1)
+        await gateway.client.reward(rollout_id, 1, 1.0)
+        await gateway.client.finish(rollout_id, 1)
+        assert path.exists() == kept
 
 
 async def test_a_hand_in_that_is_complete_only_after_the_exit_is_too_late(gateway: Gateway) -> None:

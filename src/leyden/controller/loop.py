@@ -44,6 +44,7 @@ from leyden.controller.plan import (
 )
 from leyden.controller.pressure import Pressure
 from leyden.errors import GatewayError
+from leyden.room import shortage
 from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def limits(config: RunConfig, controller_id: str) -> Limits:
     return Limits(
         controller_id=controller_id,
         concurrency=config.controller.concurrency,
+        min_free_bytes=config.controller.min_free_bytes,
         start_timeout_s=config.controller.start_timeout_s,
         timeout_s=config.harness.timeout_s,
         grader_timeout_s=config.grader.timeout_s,
@@ -120,6 +122,7 @@ class Controller:
         self._wake = wake
         self._pressure = pressure
         self._informed = asyncio.Event()
+        self._short: str | None = None
         self._settled = False
         self._actions: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -201,6 +204,8 @@ class Controller:
             limits_ = self._limits
             if self._pressure:
                 limits_ = replace(limits_, concurrency=min(limits_.concurrency, self._pressure.allowed))
+            if self._no_room():
+                limits_ = replace(limits_, concurrency=0)
             for action in plan(observed, self._board.rollouts, limits_, now):
                 self._dispatch(action)
             deadline = next_deadline(self._board.observed(()), self._board.rollouts, self._limits, now)
@@ -210,6 +215,16 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 continue
+
+    def _no_room(self) -> bool:
+        """Whether the disk is too full for another attempt; logged when that changes."""
+        short = shortage(self._actor.run_dir, self._limits.min_free_bytes)
+        if short and not self._short:
+            log.warning("%s", short)
+        elif self._short and not short:
+            log.info("there is room again: rollouts are started")
+        self._short = short
+        return short is not None
 
     def _dispatch(self, action: Action) -> None:
         match action:

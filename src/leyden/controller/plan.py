@@ -86,6 +86,7 @@ class Limits:
     timeout_s: float
     grader_timeout_s: float
     grader_tries: int
+    min_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,15 @@ class ControlApi:
             reason = f"no reward: {body.reason}" if body.reason else "no reward"
             return self._void(rollout["rollout_id"], body.attempt, reason)
         rollout = self.store.rollouts.finish(rollout["rollout_id"], body.attempt, body.reason)
-        self.turns.attempts.drop(rollout["rollout_id"], body.attempt)
+        self._over(rollout, body.attempt)
         return rollout
+
+    def _over(self, rollout: Json, attempt: int) -> None:
+        """The attempt is over: what it handed in goes, as `workspace.keep` says."""
+        self.turns.attempts.drop(rollout["rollout_id"], attempt)
+        keep = self.config.workspace.keep
+        if keep == "none" or (keep == "failed" and rollout["state"] == RolloutState.SUCCEEDED):
+            self._workspaces().remove(rollout["rollout_id"], attempt)
 
     async def infrastructure(self, call: ControlCall) -> Json:
         body: VoidBody = call.body
@@ -204,7 +211,7 @@ class ControlApi:
             rollout = self.store.rollouts.infrastructure(
                 rollout_id, attempt, reason, 0 if final else harness.max_attempts, harness.retry_backoff_s
             )
-        self.turns.attempts.drop(rollout_id, attempt)
+        self._over(rollout, attempt)
         return rollout
 
     async def give_back(self, call: ControlCall) -> Json:

@@ -55,5 +55,8 @@ class Workspaces:
             raise NotFound(f"attempt {attempt} of rollout {rollout_id} has handed in no workspace")
         return path
 
+    def remove(self, rollout_id: str, attempt: int) -> None:
+        self._path(rollout_id, attempt).unlink(missing_ok=True)
+
     def _path(self, rollout_id: str, attempt: int) -> Path:
         return self._attempts / rollout_id / str(attempt) / "workspace.tar.gz"

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from leyden.algorithms.batch import Batch, build_batch, needs_forward
 from leyden.config import EvalConfig, RunConfig
 from leyden.errors import TrainingError
+from leyden.room import shortage
 from leyden.trainer.advice import advice
 from leyden.trainer.collect import Collected, Progress, collect, create_groups, group_request, wait_until_terminal
 from leyden.trainer.display import Display, named, progress_line, step_line
@@ -141,6 +142,7 @@ class Loop:
         self._updating = False
         self._empty_steps = 0
         self._first_failures = FirstFailures(display.warn, set())
+        self._short = False
 
     async def run(self) -> Json:
         """Train to the last step; returns the summary. Cancelling it stops after the writes of the step."""
@@ -286,7 +288,14 @@ class Loop:
         await asyncio.to_thread(self._report)
 
     def _progress(self, label: str) -> Callable[[Progress], None]:
-        return lambda progress: self._display.live(progress_line(label, progress))
+        def show(progress: Progress) -> None:
+            short = shortage(self._config.run_dir, self._config.controller.min_free_bytes)
+            if short and not self._short:
+                self._display.warn(short)
+            self._short = short is not None
+            self._display.live(progress_line(label, progress))
+
+        return show
 
     def _append(self, event: str, data: Mapping[str, Any]) -> Json:
         at = self._cursor

@@ -1,0 +1,41 @@
+"""Rollouts wait while the disk has too little room, and start when there is some."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from leyden.config import RunConfig
+from leyden.controller import loop
+from tests.controller.conftest import controlling
+from tests.controller.fake_gateway import FakeGateway
+
+Config = Callable[..., RunConfig]
+
+
+async def test_nothing_is_started_without_room(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gone: Callable[[], list[str]]
+) -> None:
+    asked = asyncio.Event()
+    short: list[str | None] = ["the disk is short"]
+
+    def shortage(*_: object) -> str | None:
+        asked.set()
+        return short[0]
+
+    monkeypatch.setattr(loop, "shortage", shortage)
+    monkeypatch.setattr(loop, "RESYNC_S", 0.2)
+    made = config()
+    async with FakeGateway(max_attempts=1) as gateway:
+        gateway.add("r1", None)
+        async with controlling(made, gateway):
+            for _ in range(5):
+                asked.clear()
+                await asked.wait()
+            assert not (made.run_dir / "attempts" / "r1").exists()
+            short[0] = None
+            (rollout,) = await gateway.ended()
+    assert rollout["state"] == "succeeded"
+    assert [r.getMessage() for r in caplog.records if "disk" in r.getMessage()] == ["the disk is short"]

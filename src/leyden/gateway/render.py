@@ -159,6 +159,16 @@ class ModelRenderer:
             message["content"] = message["content"].split(stop_string, 1)[0]
         return message
 
+    def hides(self, stop_string: str, sampled_ids: list[int], prompt_ids: list[int]) -> bool:
+        """Whether a stop string stands in the reasoning alone: no caller sees it there, and it ends nothing."""
+        text = self.decode(sampled_ids)
+        try:
+            parsed = self._keep.parse_response(sampled_ids, prompt_ids=prompt_ids)
+        except Exception:
+            return False
+        shown = "" if parsed.reasoning_complete is False else _after_reasoning(text, parsed.reasoning_content)
+        return stop_string in text and stop_string not in shown
+
     def plain(self, sampled_ids: list[int], stop_string: str | None) -> Json:
         """The reply to a prompt without messages: the text as it was sampled, without special tokens."""
         text = self.text(sampled_ids)

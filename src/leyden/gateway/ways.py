@@ -9,7 +9,7 @@ engine    the messages go to the engine, which renders and parses. Which turn a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -36,6 +36,7 @@ from leyden.trajectory.text import find_text, prompt_keys, root_cause
 from leyden.types import FinishReason, Generation, Ids, Json
 
 T = TypeVar("T")
+Hides = Callable[[str, list[int], list[int]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ class GatewayRendered:
             self.wishes.note(["chat_template_kwargs"])
         prompt = self._prompter.of(renderer).prompt(attempt.conversations, request)
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
+        hides = renderer.hides if request.prompt is None else None
         generate = self._request(sampling, cast("list[int]", prompt.ids))
-        generations = await _all([self._generate(attempt, generate) for _ in range(request.n)])
+        generations = await _all([self._generate(attempt, generate, hides) for _ in range(request.n)])
         for generation in generations:
             self._count_stop_token(generation)
         return [Sampled(prompt, generation) for generation in generations]
@@ -145,18 +147,27 @@ class GatewayRendered:
             seed=sampling.seed,
         )
 
-    async def _generate(self, attempt: Attempt, request: GenerateRequest) -> Generation:
-        """One answer. Cut short by an update, it goes on from the ids that are there, under the new weights."""
+    async def _generate(self, attempt: Attempt, request: GenerateRequest, hides: Hides | None) -> Generation:
+        """One answer. Cut short by an update, it goes on from the ids that are there, under the new weights; and so it
+        does where the engine met a stop string in what `hides` from the caller.
+        """
         parts: list[Generation] = []
         left = request
         while True:
             part = await self._calls.ask(attempt, _Generate(self._engine, left))
             parts.append(part)
             left = left.after(part.token_ids_T)
-            if part.finish_reason is not FinishReason.ABORT:
-                return joined(parts)
+            whole = joined(parts)
+            unseen = bool(
+                hides and part.stop_string and part.token_ids_T
+                and hides(part.stop_string, whole.token_ids_T, request.prompt_ids)
+            )  # fmt: skip
+            if part.finish_reason is not FinishReason.ABORT and not unseen:
+                return whole
             if left.max_tokens <= 0:
-                return replace(joined(parts), finish_reason=FinishReason.LENGTH)
+                return replace(whole, finish_reason=FinishReason.LENGTH, stop_string=None)
+            if unseen:
+                continue
             self._metrics.continued.inc()
             if not part.token_ids_T:
                 await asyncio.sleep(FIRST_RETRY_S)
@@ -205,12 +216,34 @@ class EngineRendered:
         )
 
     async def _chat(self, attempt: Attempt, call: ChatCall) -> ChatAnswer:
-        """One answer, of one version: what an update cut short is made again."""
+        """One answer, of one version: what an update cut short is made again. So is what a stop string ended in its
+        reasoning, which no caller sees: the engine is not told of stop strings then, and the text is cut here.
+        """
+        stops, asked = call.sampling.stop, call
         while True:
-            answer = await self._calls.ask(attempt, _Chat(self._engine, call), drains=True)
-            if answer.generation.finish_reason is not FinishReason.ABORT:
-                return answer
-            await asyncio.sleep(FIRST_RETRY_S)
+            answer = await self._calls.ask(attempt, _Chat(self._engine, asked), drains=True)
+            if answer.generation.finish_reason is FinishReason.ABORT:
+                await asyncio.sleep(FIRST_RETRY_S)
+            elif call.prompt is None and answer.generation.stop_string and _only_reasons(answer.message):
+                asked = replace(call, sampling=replace(call.sampling, stop=()))
+            else:
+                return answer if asked is call else _cut(answer, stops)
+
+
+def _only_reasons(message: Json) -> bool:
+    return bool(message.get("reasoning_content")) and not message["content"] and not message.get("tool_calls")
+
+
+def _cut(answer: ChatAnswer, stops: Sequence[str]) -> ChatAnswer:
+    """With its text up to the first stop string in it; the ids stay."""
+    content = answer.message["content"]
+    found = [(content.index(stop), stop) for stop in stops if stop in content]
+    if not found:
+        return answer
+    end, stop = min(found)
+    message = {name: value for name, value in answer.message.items() if name != "tool_calls"}
+    generation = replace(answer.generation, stop_string=stop, finish_reason=FinishReason.STOP)
+    return replace(answer, generation=generation, message=message | {"content": content[:end]})
 
 
 def _deliverable(message: Json, request: ChatRequest) -> Json:

@@ -196,12 +196,15 @@ class EvalSamplingConfig(SamplingConfig):
 
 
 class GatewayConfig(Section):
-    """Where the gateway listens. `url` names one that already runs; then nothing is started."""
+    """Where the gateway listens. `url` names one that already runs; then nothing is started.
+
+    `max_body_bytes` bounds one model call; null is 16 MiB, or 32 MiB with `engine.render: engine`, for images.
+    """
 
     url: HttpUrl | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    max_body_bytes: PositiveInt = 32 * 2**20
+    max_body_bytes: PositiveInt | None = None
     max_workspace_bytes: PositiveInt = 512 * 2**20
     keep_wire: Switch = False
     strict_logprobs: Switch = False
@@ -426,6 +429,12 @@ class RunConfig(Section):
     embedded: EmbeddedConfig = EmbeddedConfig()
     eval: EvalConfig = EvalConfig()
     config_dir: Path = Path()
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`gateway.max_body_bytes`, resolved."""
+        default = 32 * 2**20 if self.engine.render == "engine" else 16 * 2**20
+        return self.gateway.max_body_bytes or default
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

@@ -46,6 +46,7 @@ from leyden.gateway.sampling import of_training
 from leyden.gateway.turn import TurnService
 from leyden.gateway.watch import Watch
 from leyden.gateway.ways import EngineRendered, GatewayRendered, Way
+from leyden.gateway.workers import Workers
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.store import Outage, Store
 
@@ -70,17 +71,20 @@ def build(
     _settle(store.come_back())
     metrics = Metrics()
     side = _EngineSide(config, store, engine, engine_key, metrics)
-    turns = TurnService(config, store, side.way(renderer), metrics)
+    turns = TurnService(config, store, side.way(renderer), metrics, side.workers)
     api = ControlApi(config, secret, store, turns, side.admission, side.models, side.watch, feed, metrics)
-    entry = Entry(secret, config.gateway.max_body_bytes, keep_alive_s, turns, metrics)
+    entry = Entry(secret, config.max_body_bytes, keep_alive_s, turns, metrics, side.workers)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         watching = asyncio.create_task(side.watch.run())
         watching.add_done_callback(app.state.unwatched)
+        looking = asyncio.create_task(side.workers.watch_loop(turns.attempts.stalled))
         yield
+        looking.cancel()
         watching.cancel()
         await side.http.close()
+        side.workers.close()
         store.close()
 
     app = _App(
@@ -140,17 +144,19 @@ class _EngineSide:
         self.watch = Watch(self.models, self.admission, in_flight, self._engine.health, interval_s)
         give_up_s = config.engine.give_up_s
         self._calls = EngineCalls(store, self.models, self.admission, self.watch, in_flight, metrics, give_up_s)
+        self.workers = Workers(self._calls.held)
 
     def way(self, renderer: ModelRenderer | None) -> Way:
         config = self._config
         training = of_training(config.sampling)
         if config.engine.render == "engine":
-            return EngineRendered(
-                self._calls, cast(ChatEngine, self._engine), self.models, training, config.model.template_kwargs
-            )
+            engine, kwargs = cast(ChatEngine, self._engine), config.model.template_kwargs
+            return EngineRendered(self._calls, engine, self.models, training, kwargs, self.workers)
         renderer = renderer or load_renderer(config.model)
         prompter = Prompter(renderer, self._metrics, continuity=config.model.continuity == "semantic")
-        return GatewayRendered(self._calls, self._engine, self.models, renderer, prompter, training, self._metrics)
+        return GatewayRendered(
+            self._calls, self._engine, self.models, renderer, prompter, training, self._metrics, self.workers
+        )
 
 
 def engine_of(config: RunConfig, http: EngineHttp) -> Engine:

@@ -24,6 +24,8 @@ from leyden.types import Claims, Json, RolloutState
 RECENT_REPLIES = 32
 NOT_REFUSALS = frozenset({"gone", "internal_error", "capture_failed"})
 """Codes of calls that were given up, or failed by no fault of the caller."""
+READ_AT_ONCE = 8
+MOST_RUNNING = 100_000
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,11 @@ class Delivery:
 
 @dataclass(slots=True)
 class Attempt:
-    """One running attempt. `sampling` is the group's own distribution, if it has one. While `holds` of
-    its calls are held, `held_since` (monotonic) is when the first of them began to be; `unwritten_held_s` of earlier
-    holds are not in the store yet.
+    """One running attempt. `turns` counts its model calls but for those that `failed`, by a refusal most of them;
+    `kept_bytes` what the store keeps of what it sent. `sampling` is the group's own distribution, if it has one. While
+    `holds` of its calls are held, `held_since` (monotonic) is when the first of them began to be; `unwritten_held_s` of
+    earlier holds are not in the store yet. `reading` and `working` bound what it may ask of the gateway at once: bodies
+    in memory, and work in threads (`gateway/workers`).
     """
 
     rollout_id: str
@@ -52,12 +56,16 @@ class Attempt:
     kind: str
     sampling: Json | None
     turns: int = 0
+    failed: int = 0
+    kept_bytes: int = 0
     conversations: Conversations = field(default_factory=Conversations)
     deliveries: list[Delivery] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     holds: int = 0
     held_since: float = 0.0
     unwritten_held_s: float = 0.0
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AT_ONCE))
+    working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def begin_hold(self, since: float) -> None:
         if self.holds == 0:
@@ -125,7 +133,10 @@ class AttemptRecall:
         return node.reply if node else None
 
     def messages(self, turn_id: int) -> list[Json] | None:
-        return self.store.turns.messages(turn_id) if turn_id in self.attempt.conversations.nodes else None
+        if turn_id not in self.attempt.conversations.nodes:
+            return None
+        with self.store.turns_reader() as turns:  # a request that is large is read in another thread
+            return turns.messages(turn_id)
 
 
 class Attempts:
@@ -204,6 +215,15 @@ class Attempts:
             return 0.0
         return attempt.unwritten_held_s + (time.monotonic() - attempt.held_since if attempt.holds else 0.0)
 
+    def stalled(self, seconds: float) -> None:
+        """The gateway answered nobody for so long: no running attempt is held to it. Those on hold count it already."""
+        for rollout in self._store.rollouts.after(0, [RolloutState.RUNNING], MOST_RUNNING, tasks=False):
+            key = (rollout["rollout_id"], rollout["attempt"])
+            live = self._live.get(key)
+            if live is None or not live.holds:
+                with contextlib.suppress(Unwritable):
+                    self._store.rollouts.add_held(*key, seconds)
+
     def __len__(self) -> int:
         return len(self._live)
 
@@ -211,7 +231,8 @@ class Attempts:
         rollout = self._running(rollout_id, number)
         if rollout is None:
             raise Unauthorized(f"attempt {number} of rollout {rollout_id} is not running any more", forbidden=True)
-        attempt = Attempt(rollout_id, number, rollout["kind"], rollout["sampling"], rollout["turns"])
+        used = self._store.turns.used(rollout_id, number)
+        attempt = Attempt(rollout_id, number, rollout["kind"], rollout["sampling"], *used)
         for stored in self._store.turns.of_attempt(rollout_id, number):
             node = _node(stored, attempt.conversations)
             attempt.conversations.add(node)

@@ -413,7 +413,7 @@ async def _call(api: ControlApi, operation: Operation, request: Request, claims:
     query = read(operation.query, dict(request.query_params)) if operation.query else None
     body = None
     if operation.body is not None:
-        limit = operation.most_bytes or api.config.gateway.max_body_bytes
+        limit = operation.most_bytes or api.config.max_body_bytes
         raw = await read_body(request.scope, request.receive, limit)
         try:
             given = parse_object(raw or b"{}", api.metrics)

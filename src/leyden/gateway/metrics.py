@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -48,8 +49,8 @@ class Metrics:
 
     def ignore(self, protocol: str, fields: Iterable[str]) -> None:
         """Count fields without effect. Names that are not in the table count as one, since anybody may invent them."""
-        for field in fields:
-            self.ignored.labels(label(protocol, field)).inc()
+        for name, count in Counted(label(protocol, field) for field in fields).items():
+            self.ignored.labels(name).inc(count)
 
     def text(self) -> bytes:
         text: bytes = generate_latest(self.registry)

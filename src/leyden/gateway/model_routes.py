@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import parse_qsl
 
 import orjson
@@ -18,11 +19,12 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from leyden.errors import InternalError, RequestError, Unauthorized
-from leyden.gateway.attempts import Delivery
+from leyden.gateway.attempts import Attempt, Delivery
 from leyden.gateway.auth import authenticate
 from leyden.gateway.http import ClientGone, is_retry, parse_object, read_body, send_json, start
 from leyden.gateway.metrics import Metrics
-from leyden.gateway.turn import TurnService
+from leyden.gateway.turn import Asked, TurnService
+from leyden.gateway.workers import Workers
 from leyden.protocols import Call, ChatRequest, WireProtocol
 from leyden.protocols.chat import CountProtocol, ListProtocol
 from leyden.types import Claims, Json
@@ -41,18 +43,25 @@ class Entry:
     keep_alive_s: float
     turns: TurnService
     metrics: Metrics
+    workers: Workers
 
     def caller(self, scope: Scope) -> Claims:
         """The claims of the agent key. Raises Unauthorized."""
         return _caller(scope, self.secret, {KeyScope.AGENT})
 
     async def read(
-        self, scope: Scope, receive: Receive, claims: Claims, parse: Callable[[Json, Call], ChatRequest]
-    ) -> tuple[Json, ChatRequest]:
-        """The body and the request that it holds. Raises RequestError, or ClientGone."""
-        body = parse_object(await read_body(scope, receive, self.max_body_bytes), self.metrics)
+        self, scope: Scope, receive: Receive, attempt: Attempt, parse: Callable[[Json, Call], ChatRequest]
+    ) -> Asked:
+        """The call that the body holds. Raises RequestError, or ClientGone."""
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-        return body, parse(body, Call(scope.get("path_params", {}), self.turns.recall(claims), query))
+        call = Call(scope.get("path_params", {}), self.turns.recall(attempt), query)
+        async with attempt.reading:
+            raw = await read_body(scope, receive, self.max_body_bytes)
+            return await self.workers.run(attempt, len(raw), partial(self._asked, raw, call, parse))
+
+    def _asked(self, raw: bytes, call: Call, parse: Callable[[Json, Call], ChatRequest]) -> Asked:
+        body = parse_object(raw, self.metrics)
+        return self.turns.asked(body, replace(parse(body, call), body_bytes=len(raw)))
 
     def problem(self, error: Exception, claims: Claims | None) -> RequestError:
         """What the caller hears of an error."""
@@ -76,17 +85,18 @@ class ModelEndpoint:
         claims = None
         try:
             claims = self._entry.caller(scope)
-            body, request = await self._entry.read(scope, receive, claims, self._protocol.parse)
+            attempt = self._turns.attempts.get(claims)
+            asked = await self._entry.read(scope, receive, attempt, self._protocol.parse)
         except ClientGone:
             return
         except Exception as error:
             problem = self._entry.problem(error, claims)
             await send_json(send, problem.status, self._protocol.error(problem))
             return
-        work = asyncio.create_task(self._turns.answer(claims, request, retried=is_retry(scope), wire=body))
+        work = asyncio.create_task(self._answer(attempt, asked, retried=is_retry(scope)))
         gone = asyncio.create_task(_hang_up(receive))
         try:
-            await self._deliver(claims, request, work, gone, send)
+            await self._deliver(claims, asked.request, work, gone, send)
         except asyncio.CancelledError:
             if not self._turns.closing:
                 raise
@@ -96,11 +106,27 @@ class ModelEndpoint:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await work
 
+    async def _answer(self, attempt: Attempt, asked: Asked, *, retried: bool) -> tuple[Delivery, bytes]:
+        """The delivery, and the bytes that say it."""
+        delivery = await self._turns.answer(attempt, asked, retried=retried)
+        spell = partial(self._spelled, delivery, asked.request)
+        try:
+            return delivery, await self._entry.workers.run(attempt, asked.request.body_bytes, spell)
+        except asyncio.CancelledError:
+            delivery.cut = True
+            raise
+
+    def _spelled(self, delivery: Delivery, request: ChatRequest) -> bytes:
+        assert delivery.reply is not None
+        if request.stream:
+            return b"".join(self._protocol.stream(delivery.reply, request))
+        return orjson.dumps(self._protocol.reply(delivery.reply, request))
+
     async def _deliver(
         self,
         claims: Claims,
         request: ChatRequest,
-        work: asyncio.Task[Delivery],
+        work: asyncio.Task[tuple[Delivery, bytes]],
         gone: asyncio.Task[None],
         send: Send,
     ) -> None:
@@ -119,7 +145,7 @@ class ModelEndpoint:
             filler = self._protocol.KEEP_ALIVE if request.stream else BLANK
             await send({"type": "http.response.body", "body": filler, "more_body": True})
         try:
-            delivery, content = self._result(work, request)
+            delivery, content = _result(work)
         except Exception as error:
             await self._fail(request, self._entry.problem(error, claims), send, started=started)
             return
@@ -129,15 +155,6 @@ class ModelEndpoint:
         await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits until most of it has left
         delivery.cut = gone.done()
         await send({"type": "http.response.body", "body": b""})
-
-    def _result(self, work: asyncio.Task[Delivery], request: ChatRequest) -> tuple[Delivery, bytes]:
-        if work.cancelled():
-            raise RequestError("the call was given up: a later try took its place, or its attempt ended", code="gone")
-        delivery = work.result()
-        assert delivery.reply is not None
-        if request.stream:
-            return delivery, b"".join(self._protocol.stream(delivery.reply, request))
-        return delivery, orjson.dumps(self._protocol.reply(delivery.reply, request))
 
     async def _fail(self, request: ChatRequest, error: RequestError, send: Send, *, started: bool) -> None:
         """With its status where none was sent; in the stream; else by cutting the answer, so that the SDK tries again
@@ -159,8 +176,9 @@ class CountEndpoint:
         claims = None
         try:
             claims = self._entry.caller(scope)
-            _body, request = await self._entry.read(scope, receive, claims, self._protocol.parse_count)
-            await send_json(send, 200, self._protocol.count(await self._entry.turns.count(claims, request)))
+            attempt = self._entry.turns.attempts.get(claims)
+            asked = await self._entry.read(scope, receive, attempt, self._protocol.parse_count)
+            await send_json(send, 200, self._protocol.count(await self._entry.turns.count(attempt, asked.request)))
         except ClientGone:
             return
         except Exception as error:
@@ -191,6 +209,12 @@ def _caller(scope: Scope, secret: bytes, scopes: Collection[KeyScope]) -> Claims
     if claims.scope is KeyScope.AGENT and named != claims.rollout_id:
         raise Unauthorized(f"this key belongs to another rollout than {named!r:.80}", forbidden=True)
     return claims
+
+
+def _result(work: asyncio.Task[tuple[Delivery, bytes]]) -> tuple[Delivery, bytes]:
+    if work.cancelled():
+        raise RequestError("the call was given up: a later try took its place, or its attempt ended", code="gone")
+    return work.result()
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -21,6 +21,7 @@ from leyden.trajectory.text import find_text, prompt_keys, root_cause
 from leyden.types import Ids, Json
 
 log = logging.getLogger(__name__)
+LONGEST_DECOMPOSED = 4  # code points of one character that NFC composes
 NEAR_TOKENS = 8  # of what goes before, for reading a text's continuation in its place
 
 
@@ -57,8 +58,12 @@ class Prompter:
             return self
         return Prompter(renderer, self._metrics, continuity=self._continuity)
 
-    def prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
-        """Raises RequestError for content that this renderer cannot show."""
+    def prompt(self, known: Conversations, request: ChatRequest, context_tokens: int) -> Prompt:
+        """Raises RequestError for content that cannot be shown, and for what is far longer than the context."""
+        with self._renderer.at_most(context_tokens):
+            return self._prompt(known, request)
+
+    def _prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
         if request.prompt is not None:
             return self._completion(known, request.prompt)
         _check_text_only(request)
@@ -87,6 +92,7 @@ class Prompter:
         if not thoughts:
             return False
         text = unicodedata.normalize("NFC", self._renderer.decode(ids))
+        thoughts = {thought for thought in thoughts if len(thought) <= LONGEST_DECOMPOSED * len(text)}
         return any(unicodedata.normalize("NFC", thought) in text for thought in thoughts)
 
     def _bridge(

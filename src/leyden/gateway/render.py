@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from leyden.config import ModelConfig
-from leyden.errors import ConfigError, RequestError
+from leyden.errors import BudgetExceeded, ConfigError, RequestError
 from leyden.gateway.tokenizer import FastTokenizer, load
 from leyden.protocols.chat import digest
 from leyden.protocols.checks import sampled_object
@@ -31,7 +32,7 @@ MOST_VARIANTS = 16
 
 
 class ModelRenderer:
-    """Renders, bridges and parses for one model. Not thread-safe while one call runs; calls share no state."""
+    """Renders, bridges and parses for one model. Calls share no state, so threads may make them."""
 
     def __init__(
         self,
@@ -82,6 +83,10 @@ class ModelRenderer:
                 self._variants.pop(next(iter(self._variants)))
             self._variants[key] = made
         return self._variants[key], unknown
+
+    def at_most(self, context_tokens: int) -> AbstractContextManager[None]:
+        """Within it, what is far longer than a context is refused before it is tokenised, with BudgetExceeded."""
+        return self._tokenizer.at_most(context_tokens)
 
     def moves(self, messages: Iterable[Json]) -> bool:
         """Whether any of these later messages is shown at the beginning, so that nothing before it stays as it was."""
@@ -297,6 +302,8 @@ def _refusing() -> Iterator[None]:
     """What a template cannot show is the caller's to change; the same messages would fail again."""
     try:
         yield
+    except BudgetExceeded:
+        raise
     except Exception as error:
         log.warning("messages could not be rendered: %s", type(error).__name__)
         message = f"the model's chat template cannot show these messages: {type(error).__name__}: {error!s:.200}"

@@ -7,25 +7,64 @@ and encoding costs no wrapper. Ids are those of the Hugging Face tokenizer (a te
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from leyden.errors import ConfigError
+from leyden.errors import BudgetExceeded, ConfigError
 from leyden.model_files import locate
+
+TRIES = 4  # a conversation is bridged in two ways, then rendered: each shows some of it
+PIECE_CHARS = 16 * 1024
+LONG_CHARS = 2048  # longer texts are tokenised without holding the interpreter
 
 
 class FastTokenizer:
-    """Satisfies the `Tokenizer` protocol of the renderers library."""
+    """Satisfies the `Tokenizer` protocol of the renderers library. Texts are bounded within `at_most`."""
 
     def __init__(self, backend: Tokenizer, name_or_path: str, special: dict[str, str | None]) -> None:
+        self._budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
         self._backend = backend
         self.name_or_path = name_or_path
         self.unk_token_id = self._id(special.get("unk_token"))
         self.eos_token_id = self._id(special.get("eos_token"))
 
     def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises BudgetExceeded, within `at_most`, before a text is tokenised that is too long for sure."""
+        budget = self._budget.get()
+        if budget is not None and len(text) > budget.left:
+            self._refuse_over(budget, text)
+        ids = self._ids(text, add_special_tokens)
+        if budget is not None:
+            budget.spend(len(ids))
+        return ids
+
+    @contextmanager
+    def at_most(self, context_tokens: int) -> Iterator[None]:
+        """Bound the work of the block, for a prompt that must fit a context."""
+        before = self._budget.set(_Budget(context_tokens, TRIES * context_tokens))
+        try:
+            yield
+        finally:
+            self._budget.reset(before)
+
+    def _refuse_over(self, budget: _Budget, text: str) -> None:
+        """Count a long text in pieces, as far as it takes to know. Cuts add few tokens, and what is left is far more
+        than fits."""
+        counted = replace(budget)
+        for start in range(0, len(text), PIECE_CHARS):
+            counted.spend(len(self._ids(text[start : start + PIECE_CHARS], add_special_tokens=False)))
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= LONG_CHARS:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoded.ids
         return ids
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -42,6 +81,27 @@ class FastTokenizer:
     def _id(self, token: str | None) -> int | None:
         found: int | None = None if token is None else self._backend.token_to_id(token)
         return found
+
+
+@dataclass(slots=True)
+class _Budget:
+    context_tokens: int
+    left: int
+
+    def spend(self, tokens: int) -> None:
+        self.left -= tokens
+        if self.left < 0:
+            raise too_long(self.context_tokens, "are far longer")
+
+
+def too_long(context_tokens: int, messages: str) -> BudgetExceeded:
+    """The refusal of a prompt; harnesses know its code and its first words."""
+    return BudgetExceeded(
+        f"This model's maximum context length is {context_tokens} tokens, but the messages {messages}. "
+        "Shorten them, or raise model.context_tokens in the run file.",
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def load(model_path: str) -> FastTokenizer:

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -36,13 +37,28 @@ from leyden.gateway.attempts import Attempt, AttemptRecall, Attempts, Delivery
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.prompt import Prompt
 from leyden.gateway.ways import Sampled, Way
+from leyden.gateway.workers import Workers
 from leyden.protocols import ChatChoice, ChatReply, ChatRequest, Recall
 from leyden.protocols.chat import refuse_prefill
 from leyden.store import Store
+from leyden.store.pack import compressor, pack_json
 from leyden.trajectory.causes import sibling_cause
 from leyden.trajectory.meaning import extend_key
 from leyden.trajectory.nodes import Node
-from leyden.types import Claims, FinishReason, Generation, Json, TurnState
+from leyden.types import FinishReason, Generation, Json, TurnState
+
+MOST_KEPT_BYTES = 256 * 2**20  # of one attempt, as the next
+MOST_FAILED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as it was read. `key` is the request's, `wire` the packed body if it is to be kept."""
+
+    request: ChatRequest
+    key: bytes
+    wire: bytes | None
+
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -52,26 +68,30 @@ log = logging.getLogger(__name__)
 class TurnService:
     """Answers model calls. `closing` is set when the gateway stops: calls cut off then count as lost, not abandoned."""
 
-    def __init__(self, config: RunConfig, store: Store, way: Way, metrics: Metrics) -> None:
+    def __init__(self, config: RunConfig, store: Store, way: Way, metrics: Metrics, workers: Workers) -> None:
         self._config = config
         self._store = store
         self._way = way
         self._metrics = metrics
+        self._workers = workers
         self.attempts = Attempts(store, config.model.name)
         self.wishes = way.wishes
         self.closing = False
 
-    async def answer(self, claims: Claims, request: ChatRequest, *, retried: bool, wire: Json) -> Delivery:
+    def asked(self, body: Json, request: ChatRequest) -> Asked:
+        """Called where the request was read: off the event loop, if it is large."""
+        wire = pack_json(body, compressor()) if self._config.gateway.keep_wire else None
+        return Asked(request, request.key(), wire)
+
+    async def answer(self, attempt: Attempt, asked: Asked, *, retried: bool) -> Delivery:
         """Answer a call, or replay the answer to an earlier try of the same call.
 
         A retry is an equal request of the same attempt whose predecessor's connection closed early, or that says so
         itself (`retried`). A finished predecessor is replayed, an unfinished one abandoned. Anything else is a call of
         its own, equal or not. CancelledError: the caller hung up, the attempt ended, or a retry took the call's place.
         """
-        refuse_prefill(request)
-        attempt = self.attempts.get(claims)
-        key = request.key()
-        earlier = attempt.predecessor(key, request.n, retried=retried)
+        refuse_prefill(asked.request)
+        earlier = attempt.predecessor(asked.key, asked.request.n, retried=retried)
         if earlier is not None and earlier.reply is not None:
             self._metrics.replays.inc()
             earlier.cut = False
@@ -80,10 +100,10 @@ class TurnService:
             return earlier
         if earlier is not None:
             attempt.forget(earlier)
-        delivery = Delivery(key, task=asyncio.current_task())
+        delivery = Delivery(asked.key, task=asyncio.current_task())
         attempt.remember(delivery)
         try:
-            delivery.reply = await self._call(attempt, request, key, wire)
+            delivery.reply = await self._call(attempt, asked)
         except asyncio.CancelledError:
             delivery.cut = True
             raise
@@ -93,32 +113,31 @@ class TurnService:
                 attempt.forget(delivery)
         return delivery
 
-    def recall(self, claims: Claims) -> Recall:
+    def recall(self, attempt: Attempt) -> Recall:
         """Earlier answers of the caller's attempt, for protocols that refer to them."""
-        return AttemptRecall(self.attempts.get(claims), self._store)
+        return AttemptRecall(attempt, self._store)
 
-    async def count(self, claims: Claims, request: ChatRequest) -> int:
+    async def count(self, attempt: Attempt, request: ChatRequest) -> int:
         """How many tokens the prompt of this request has now."""
-        attempt = self.attempts.get(claims)
         try:
             return await self._way.count(attempt, request)
         except (EngineUnsuitable, EngineBroken) as error:
             raise self._incomplete(attempt, error) from error
 
-    async def _call(self, attempt: Attempt, request: ChatRequest, key: bytes, wire: Json) -> ChatReply:
+    async def _call(self, attempt: Attempt, asked: Asked) -> ChatReply:
+        request = asked.request
         self._check_turns(attempt, request.n)
+        _keep(attempt, asked.wire)
         self._metrics.ignore(request.protocol, request.ignored)
         self.wishes.note(request.unmet)
-        kept_wire = wire if self._config.gateway.keep_wire else None
+        wires = [asked.wire, *[None] * (request.n - 1)]
         attempt.turns += request.n
         turn_ids: list[int] = []
         try:
-            for _ in range(request.n):
-                opened = await self._written(
-                    attempt,
-                    lambda: self._store.turns.open(attempt.rollout_id, attempt.attempt, key, request, kept_wire),
-                )
-                turn_ids.append(opened)
+            for wire in wires:
+                names = (attempt.rollout_id, attempt.attempt)
+                open_turn = partial(self._store.turns.open, *names, asked.key, request, wire)
+                turn_ids.append(await self._written(attempt, open_turn))
             with self._metrics.in_flight.track_inprogress():
                 return await self._sample_and_commit(attempt, request, turn_ids)
         except asyncio.CancelledError:
@@ -126,19 +145,20 @@ class TurnService:
                 self._close(turn_ids, TurnState.ABANDONED)
             raise
         except (CaptureError, EngineUnsuitable, EngineBroken) as error:
-            self._close(turn_ids, TurnState.FAILED)
+            self._fail(attempt, request.n, turn_ids)
             raise self._incomplete(attempt, error) from error
         except BaseException:
-            self._close(turn_ids, TurnState.FAILED)
+            self._fail(attempt, request.n, turn_ids)
             raise
 
     async def _sample_and_commit(self, attempt: Attempt, request: ChatRequest, turn_ids: list[int]) -> ChatReply:
         answers = await self._way.sample(attempt, request)
         for answer in answers:
             self._check_logprobs(answer.generation)
+        kept = await self._kept_messages(attempt, request, answers)
         choices = []
-        for turn_id, answer in zip(turn_ids, answers, strict=True):
-            commit = partial(self._commit, attempt, request, answer, turn_id)
+        for turn_id, answer, messages in zip(turn_ids, answers, kept, strict=True):
+            commit = partial(self._commit, attempt, request, answer, turn_id, messages)
             choices.append(await self._written(attempt, commit))
         prompt_tokens = len(answers[0].prompt.ids)
         return ChatReply(turn_ids[0], self._config.model.name, int(time.time()), prompt_tokens, choices)
@@ -155,7 +175,24 @@ class TurnService:
             if self._config.gateway.strict_logprobs:
                 raise CaptureError("log-probs are missing or not finite, and gateway.strict_logprobs is set")
 
-    def _commit(self, attempt: Attempt, request: ChatRequest, answer: Sampled, turn_id: int) -> ChatChoice:
+    async def _kept_messages(
+        self, attempt: Attempt, request: ChatRequest, answers: Sequence[Sampled]
+    ) -> Sequence[bytes | None]:
+        """What the store keeps, for each answer, of a request that later ones may refer to."""
+        if not request.store:
+            return [None] * len(answers)
+
+        def pack() -> list[bytes]:
+            return [pack_json(_new_messages(request, answer.prompt), compressor()) for answer in answers]
+
+        kept = await self._workers.run(attempt, request.body_bytes, pack)
+        for messages in kept:
+            _keep(attempt, messages)
+        return kept
+
+    def _commit(
+        self, attempt: Attempt, request: ChatRequest, answer: Sampled, turn_id: int, messages: bytes | None
+    ) -> ChatChoice:
         prompt, generation = answer.prompt, answer.generation
         parent = prompt.parent
         shared = parent.end_tokens if parent else 0
@@ -183,7 +220,7 @@ class TurnService:
                 delta=node.delta_P,
                 generation=generation,
                 node=node.to_json(),
-                messages=_new_messages(request, prompt),
+                messages=messages,
             )
         except Conflict as error:
             raise Unauthorized(f"the attempt ended before its call did: {error}", forbidden=True) from error
@@ -223,6 +260,15 @@ class TurnService:
                 f"the rollout has made {attempt.turns} model calls and may make {limit} (harness.max_turns)"
             )
 
+    def _fail(self, attempt: Attempt, n: int, turn_ids: list[int]) -> None:
+        """Such calls count against no budget, so the store keeps only the first of them."""
+        attempt.turns -= n
+        attempt.failed += n
+        if attempt.failed > MOST_FAILED:
+            with contextlib.suppress(Unwritable):
+                self._store.turns.withdraw(turn_ids)
+        self._close(turn_ids, TurnState.FAILED)
+
     def _close(self, turn_ids: list[int], state: TurnState) -> None:
         for turn_id in turn_ids:
             with contextlib.suppress(Unwritable):  # it stays open until its attempt ends
@@ -230,9 +276,18 @@ class TurnService:
             self._metrics.turns.labels(state).inc()
 
 
-def _new_messages(request: ChatRequest, prompt: Prompt) -> Json | None:
-    """What the store keeps of a request that later ones may refer to: the messages that its parent does not know."""
-    if not request.store:
-        return None
+def _keep(attempt: Attempt, packed: bytes | None) -> None:
+    """Count what the store is to keep of a call. Raises BudgetExceeded where an attempt would fill it."""
+    kept = attempt.kept_bytes + len(packed or b"")
+    if kept > MOST_KEPT_BYTES:
+        raise BudgetExceeded(
+            f"the record of this attempt's requests would grow to {kept} bytes; the limit is {MOST_KEPT_BYTES}. Send "
+            "`store: false`, or set gateway.keep_wire: false in the run file"
+        )
+    attempt.kept_bytes = kept
+
+
+def _new_messages(request: ChatRequest, prompt: Prompt) -> Json:
+    """The messages that a turn's parent does not know."""
     parent_id = prompt.parent.turn_id if prompt.parent and prompt.shared else None
     return {"after": parent_id, "messages": request.messages[prompt.shared :]}

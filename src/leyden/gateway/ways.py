@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import orjson
 
-from leyden.errors import BudgetExceeded
 from leyden.gateway.attempts import Attempt
 from leyden.gateway.calls import FIRST_RETRY_S, EngineCalls
 from leyden.gateway.engines import ChatAnswer, ChatCall, ChatEngine, Engine, GenerateRequest, Sampling, joined
@@ -24,7 +24,9 @@ from leyden.gateway.models import Models
 from leyden.gateway.prompt import Prompt, Prompter
 from leyden.gateway.render import ModelRenderer
 from leyden.gateway.sampling import of_call
+from leyden.gateway.tokenizer import too_long
 from leyden.gateway.wishes import Wishes
+from leyden.gateway.workers import Workers
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
 from leyden.protocols.checks import sampled_object
@@ -75,9 +77,11 @@ class GatewayRendered:
         prompter: Prompter,
         training: Sampling,
         metrics: Metrics,
+        workers: Workers,
     ) -> None:
         self.wishes = Wishes()
         self._calls = calls
+        self._workers = workers
         self._engine = engine
         self._models = models
         self._renderer = renderer
@@ -91,7 +95,7 @@ class GatewayRendered:
         if unknown:
             self._metrics.ignore(request.protocol, ["chat_template_kwargs"])
             self.wishes.note(["chat_template_kwargs"])
-        prompt = self._prompter.of(renderer).prompt(attempt.conversations, request)
+        prompt = await self._prompt(attempt, renderer, request)
         sampling = of_call(self._training, attempt.kind, attempt.sampling, request)
         hides = renderer.hides if request.prompt is None else None
         generate = self._request(sampling, cast("list[int]", prompt.ids))
@@ -117,7 +121,12 @@ class GatewayRendered:
 
     async def count(self, attempt: Attempt, request: ChatRequest) -> int:
         renderer, _ = self._renderer.variant(request.template_kwargs)
-        return len(self._prompter.of(renderer).prompt(attempt.conversations, request).ids)
+        return len((await self._prompt(attempt, renderer, request)).ids)
+
+    async def _prompt(self, attempt: Attempt, renderer: ModelRenderer, request: ChatRequest) -> Prompt:
+        known, context_tokens = attempt.conversations.snapshot(), self._models.context_tokens
+        make = partial(self._prompter.of(renderer).prompt, known, request, context_tokens)
+        return await self._workers.run(attempt, request.body_bytes, make)
 
     def _count_stop_token(self, generation: Generation) -> None:
         """An engine that leaves it out keeps the policy from learning to stop: the closing token is context then."""
@@ -130,12 +139,7 @@ class GatewayRendered:
         limit = self._models.context_tokens
         room = limit - len(prompt_ids)
         if room <= 0:
-            raise BudgetExceeded(
-                f"This model's maximum context length is {limit} tokens, but the messages have {len(prompt_ids)}. "
-                "Shorten them, or raise model.context_tokens in the run file.",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise too_long(limit, f"have {len(prompt_ids)}")
         return GenerateRequest(
             prompt_ids=prompt_ids,
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
@@ -177,11 +181,18 @@ class EngineRendered:
     """`render: engine`."""
 
     def __init__(
-        self, calls: EngineCalls, engine: ChatEngine, models: Models, training: Sampling, template_kwargs: Json
+        self,
+        calls: EngineCalls,
+        engine: ChatEngine,
+        models: Models,
+        training: Sampling,
+        template_kwargs: Json,
+        workers: Workers,
     ) -> None:
         self.wishes = Wishes()
         self._template_kwargs = template_kwargs
         self._calls = calls
+        self._workers = workers
         self._engine = engine
         self._models = models
         self._training = training
@@ -189,7 +200,11 @@ class EngineRendered:
     async def sample(self, attempt: Attempt, request: ChatRequest) -> list[Sampled]:
         call = self._call(attempt, request)
         answers = await _all([self._chat(attempt, call) for _ in range(request.n)])
-        return [Sampled(_place(attempt.conversations, request, a.prompt_P), a.generation, a.message) for a in answers]
+        known = attempt.conversations.snapshot()
+        prompts = await self._workers.run(
+            attempt, request.body_bytes, lambda: [_place(known, request, answer.prompt_P) for answer in answers]
+        )
+        return [Sampled(p, a.generation, a.message) for p, a in zip(prompts, answers, strict=True)]
 
     def reply(self, sampled: Sampled, request: ChatRequest, turn_id: int) -> Json:
         assert sampled.message is not None

@@ -37,7 +37,8 @@ class ChatRequest:
 
     `prompt` (text or token ids) takes the place of `messages` where the protocol has no chat. `store` asks that later
     requests can refer to this one. `echo` holds what the reply repeats of the body. `ignored` names fields that
-    have no effect here, `unmet` those of them that ask for another reply.
+    have no effect here, `unmet` those of them that ask for another reply. `body_bytes` is the size of the body: what is
+    large is worked on off the event loop.
 
     `callable_tools` names the tools whose calls may be delivered (None: all), `one_call` asks for one call at most.
     Neither changes what the model is shown; `template_kwargs`, variables of the chat template, do.
@@ -61,6 +62,7 @@ class ChatRequest:
     echo: Json = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
+    body_bytes: int = 0
 
     def may_call(self, name: str) -> bool:
         """Whether a call of this tool may be delivered."""

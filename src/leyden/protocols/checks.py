@@ -6,6 +6,9 @@ beyond a double are errors. Two things that orjson refuses or cannot write again
 - An escaped half of a surrogate pair, as of an emoji that a harness cut in two, becomes U+FFFD: a 400 would end an
   agent for the way its tools cut text.
 - More than `MAX_DEPTH` levels are refused, so that whatever is read can also be written with something around it.
+
+What a body may hold is bounded, since a reader stops for nobody: at most `MAX_VALUES` values, `MAX_CONTAINERS` of them
+lists and objects, counted before they are made. Text inside text (a tool call's arguments) has the same bounds.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ from leyden.errors import RequestError
 from leyden.types import Json
 
 MAX_DEPTH = 200
+MAX_VALUES = 1_000_000  # names of fields count too; a prompt of so many token ids
+MAX_CONTAINERS = 200_000
+MAX_ARGUMENTS = 1_000_000  # characters of arguments that are read as JSON; longer ones stay text
+_PIECE_BYTES = 64 * 1024
 _WRITABLE_DEPTH = 254  # orjson's own limit
 
 # A pair of backslashes is an escaped one, and what follows it is text.
@@ -39,6 +46,7 @@ def loads(text: str | bytes) -> tuple[Any, int]:
 
     Raises ValueError that says what is wrong with it.
     """
+    _check_size(text)
     halves = 0
     try:
         value = orjson.loads(text)
@@ -116,7 +124,8 @@ def arguments_of(arguments: Any, path: str = "arguments") -> str | Json:
     """Tool-call arguments as messages hold them: the object that a JSON string holds, {} for none.
 
     A string stays what it is where the object would lose something: integers beyond 64 bits, more than `MAX_DEPTH`
-    levels. Raises RequestError, with `path`, for what is neither a string nor an object.
+    levels; and where it is longer than `MAX_ARGUMENTS`. Raises RequestError, with `path`, for what is neither a string
+    nor an object.
     """
     if arguments is None or arguments == "":
         return {}
@@ -124,6 +133,8 @@ def arguments_of(arguments: Any, path: str = "arguments") -> str | Json:
         return arguments
     if not isinstance(arguments, str):
         raise RequestError(f"{path} is {kind_of(arguments)}; send a string", param=path, code="invalid_type")
+    if len(arguments) > MAX_ARGUMENTS:
+        return arguments
     try:
         value, _ = loads(arguments)
     except ValueError:
@@ -186,6 +197,28 @@ def kind_of(value: Any) -> str:
     if isinstance(value, bool):
         return "a boolean"
     return {int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}[type(value)]
+
+
+def _check_size(text: str | bytes) -> None:
+    """Raise ValueError for a JSON text of too many values. A piece at a time, so that other threads get their turn."""
+    if len(text) <= MAX_CONTAINERS:
+        return
+    data = memoryview(text.encode() if isinstance(text, str) else text)
+    values = containers = 1
+    inside, rest = False, b""
+    for start in range(0, len(data), _PIECE_BYTES):
+        piece = (rest + data[start : start + _PIECE_BYTES]).replace(rb"\\", b"")
+        rest = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(rest).replace(rb"\"", b"").split(b'"')
+        between = b" ".join(parts[inside::2])
+        inside ^= len(parts) % 2 == 0
+        opened = between.count(b"[") + between.count(b"{")
+        containers += opened
+        values += opened + between.count(b",") + between.count(b":")
+        if containers > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and objects")
+        if values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
 
 
 def _without_halves(text: str | bytes) -> tuple[str, int]:

@@ -41,15 +41,15 @@ class Turns:
         self._db = connection
         self._zstd = compressor()
 
-    def open(self, rollout_id: str, attempt: int, request_key: bytes, request: ChatRequest, wire: Json | None) -> int:
-        """Open a turn if its attempt is the running one. This is where a key's liveness is checked."""
+    def open(self, rollout_id: str, attempt: int, request_key: bytes, request: ChatRequest, wire: bytes | None) -> int:
+        """Open a turn if its attempt is the running one. `wire` is the body, packed, if it is kept."""
         row = self._db.execute(
             "INSERT INTO turns (rollout_id, attempt, state, request_key, created, wire, protocol, streamed, tools) "
             "SELECT ?, ?, 'open', ?, ?, ?, ?, ?, ? "
             "WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND attempt = ? AND state = 'running') "
             "RETURNING turn_id",
             (
-                *(rollout_id, attempt, request_key, time.time(), wire and self._packed(wire)),
+                *(rollout_id, attempt, request_key, time.time(), wire),
                 *(request.protocol, request.stream, len(request.tools)),
                 *(rollout_id, attempt),
             ),
@@ -68,11 +68,11 @@ class Turns:
         delta: Sequence[int] | Ids,
         generation: Generation,
         node: Json,
-        messages: Json | None = None,
+        messages: bytes | None = None,
     ) -> None:
         """open -> committed, and the attempt's counts. Conflict: the attempt ended meanwhile; nothing is recorded.
 
-        `messages` is `{"after": turn id or null, "messages": [...]}`: what `messages()` can answer later.
+        `messages` is `{"after": turn id or null, "messages": [...]}`, packed: what `messages()` can answer later.
         """
         versions = [span.version for span in generation.spans]
         with transaction(self._db):
@@ -83,7 +83,7 @@ class Turns:
                 (
                     *(time.time(), parent_id, fork_cause, pack_ids(delta), pack_ids(generation.token_ids_T)),
                     *(pack_logprobs(generation.logprobs_T), pack_spans(generation.spans)),
-                    *(generation.finish_reason, self._packed(node), messages and self._packed(messages), turn_id),
+                    *(generation.finish_reason, self._packed(node), messages, turn_id),
                 ),
             ).fetchone()
             if row is None:
@@ -120,6 +120,22 @@ class Turns:
     def close(self, turn_id: int, state: TurnState) -> None:
         """open -> abandoned or failed; a turn that is closed already stays as it is."""
         self._db.execute("UPDATE turns SET state = ? WHERE turn_id = ? AND state = 'open'", (state, turn_id))
+
+    def withdraw(self, turn_ids: Sequence[int]) -> None:
+        """Forget open turns."""
+        marks = ", ".join("?" * len(turn_ids))
+        self._db.execute(f"DELETE FROM turns WHERE state = 'open' AND turn_id IN ({marks})", tuple(turn_ids))
+
+    def used(self, rollout_id: str, attempt: int) -> tuple[int, int, int]:
+        """How many turns of an attempt have not failed, how many have, and the bytes that are kept of what it sent."""
+        row = self._db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(state = 'failed'), 0), "
+            "COALESCE(SUM(COALESCE(LENGTH(wire), 0) + COALESCE(LENGTH(messages), 0)), 0) "
+            "FROM turns WHERE rollout_id = ? AND attempt = ?",
+            (rollout_id, attempt),
+        ).fetchone()
+        total, failed, kept_bytes = row
+        return total - failed, failed, kept_bytes
 
     def messages(self, turn_id: int) -> list[Json] | None:
         """All messages that a committed turn was asked with; None where they, or earlier ones, were not kept."""

@@ -22,6 +22,7 @@ from leyden.types import Json
 
 EXACT_INTEGERS = 2**53
 KEY_BYTES = 16
+LONGEST_READ = 1_000_000  # characters; longer arguments are compared as they are
 
 
 def message_key(message: Json, *, reasoning: bool = True) -> bytes:
@@ -65,6 +66,8 @@ def _arguments(arguments: Any) -> Any:
     """Text is what a protocol left as it came: no JSON, or numbers or levels that its object would not hold."""
     if not isinstance(arguments, str):
         return _plain(arguments)
+    if len(arguments) > LONGEST_READ:
+        return arguments
     try:
         value = _plain(json.loads(arguments))
         orjson.dumps([[[value]]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -113,6 +113,10 @@ class Conversations:
         self.children.setdefault(node.parent.turn_id if node.parent else None, []).append(node)
         self.deepest[node.first_key] = max(node.depth, self.deepest.get(node.first_key, 0))
         self.replies.update((message_key(node.reply), message_key(node.reply, reasoning=False)))
+
+    def snapshot(self) -> Conversations:
+        """These turns as they are now, to be read in another thread. Lists only grow, so they are shared."""
+        return replace(self, **{name: getattr(self, name).copy() for name in self.__slots__})
 
     def under(self, parent: Node | None) -> list[Node]:
         """The turns that continue `parent`, or the roots."""

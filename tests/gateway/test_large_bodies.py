@@ -73,7 +73,7 @@ async def test_a_text_far_over_the_context_is_refused_before_it_is_tokenised(
 
 async def test_many_small_messages_are_refused_like_a_long_one(gateway: Gateway) -> None:
     _, key = await gateway.start_rollout()
-    body = {"model": "m", "messages": [{"role": "user", "content": "a b c d"}] * 20_000}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a b c d"}] * 10_000}
     status, answer = await post(gateway, key, "/v1/chat/completions", body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -81,14 +81,15 @@ async def test_many_small_messages_are_refused_like_a_long_one(gateway: Gateway)
 @pytest.mark.parametrize(
     ("body", "refusal"),
     [
-        (b'{"x": [' + b"[]," * MAX_CONTAINERS + b"0]}", f"more than {MAX_CONTAINERS} lists and objects"),
+        (b'{"x": [' + b"[]," * MAX_CONTAINERS + b"0]}", f"more than {MAX_CONTAINERS} lists, objects and fields"),
+        (b"{" + b'"x":0,' * MAX_CONTAINERS + b'"y": 0}', f"more than {MAX_CONTAINERS} lists, objects and fields"),
         (b'{"x": [' + b"0," * MAX_VALUES + b"0]}", f"more than {MAX_VALUES} values"),
         (
             b'{"x\\\\": "\\"", "y": [' + b"{}," * MAX_CONTAINERS + b"0]}",
-            f"more than {MAX_CONTAINERS} lists and objects",
+            f"more than {MAX_CONTAINERS} lists, objects and fields",
         ),
     ],
-    ids=["lists", "numbers", "after escapes"],
+    ids=["lists", "fields", "numbers", "after escapes"],
 )
 async def test_bodies_of_too_many_values_are_a_400(gateway: Gateway, body: bytes, refusal: str) -> None:
     _, key = await gateway.start_rollout()

@@ -7,8 +7,8 @@ beyond a double are errors. Two things that orjson refuses or cannot write again
   agent for the way its tools cut text.
 - More than `MAX_DEPTH` levels are refused, so that whatever is read can also be written with something around it.
 
-What a body may hold is bounded, since a reader stops for nobody: at most `MAX_VALUES` values, `MAX_CONTAINERS` of them
-lists and objects, counted before they are made. Text inside text (a tool call's arguments) has the same bounds.
+What a body may hold is bounded, since a reader stops for nobody: at most `MAX_VALUES` values and `MAX_CONTAINERS` lists,
+objects and fields, counted before they are made. Text inside text (a tool call's arguments) has the same bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from leyden.errors import RequestError
 from leyden.types import Json
 
 MAX_DEPTH = 200
-MAX_VALUES = 1_000_000  # names of fields count too; a prompt of so many token ids
+MAX_VALUES = 1_000_000  # a prompt may be so many token ids
 MAX_CONTAINERS = 200_000
 MAX_ARGUMENTS = 1_000_000  # characters of arguments that are read as JSON; longer ones stay text
 _PIECE_BYTES = 64 * 1024
@@ -204,7 +204,7 @@ def _check_size(text: str | bytes) -> None:
     if len(text) <= MAX_CONTAINERS:
         return
     data = memoryview(text.encode() if isinstance(text, str) else text)
-    values = containers = 1
+    values = containers = 0
     inside, rest = False, b""
     for start in range(0, len(data), _PIECE_BYTES):
         piece = (rest + data[start : start + _PIECE_BYTES]).replace(rb"\\", b"")
@@ -212,11 +212,10 @@ def _check_size(text: str | bytes) -> None:
         parts = piece.removesuffix(rest).replace(rb"\"", b"").split(b'"')
         between = b" ".join(parts[inside::2])
         inside ^= len(parts) % 2 == 0
-        opened = between.count(b"[") + between.count(b"{")
-        containers += opened
-        values += opened + between.count(b",") + between.count(b":")
+        containers += between.count(b"[") + between.count(b"{") + between.count(b":")
+        values += between.count(b",")
         if containers > MAX_CONTAINERS:
-            raise ValueError(f"more than {MAX_CONTAINERS} lists and objects")
+            raise ValueError(f"more than {MAX_CONTAINERS} lists, objects and fields")
         if values > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} values")
 

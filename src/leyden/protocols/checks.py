@@ -7,7 +7,7 @@ beyond a double are errors. Two things that orjson refuses or cannot write again
   agent for the way its tools cut text.
 - More than `MAX_DEPTH` levels are refused, so that whatever is read can also be written with something around it.
 
-What a body may hold is bounded, since a reader stops for nobody: at most `MAX_VALUES` values and `MAX_CONTAINERS` lists,
+What a body may hold is bounded, since a reader stops for nobody: at most `MAX_VALUES` values, `MAX_CONTAINERS` lists,
 objects and fields, counted before they are made. Text inside text (a tool call's arguments) has the same bounds.
 """
 

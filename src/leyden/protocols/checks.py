@@ -204,7 +204,7 @@ def _check_size(text: str | bytes) -> None:
     if len(text) <= MAX_CONTAINERS:
         return
     data = memoryview(text.encode() if isinstance(text, str) else text)
-    values = containers = 0
+    values, containers = 1, 0
     inside, rest = False, b""
     for start in range(0, len(data), _PIECE_BYTES):
         piece = (rest + data[start : start + _PIECE_BYTES]).replace(rb"\\", b"")

@@ -107,7 +107,9 @@ def test_brackets_and_commas_within_strings_are_no_values() -> None:
 async def test_arguments_that_hold_too_many_values_stay_text(gateway: Gateway) -> None:
     arguments = "{" + '"a": [' + "[]," * 400_000 + "0]}"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "y"}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}, result]
+    body = {"model": "m", "messages": messages}
     _, key = await gateway.start_rollout()
     status, answer = await post(gateway, key, "/v1/chat/completions", body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

@@ -431,3 +431,16 @@ def test_a_refused_thread_says_so_as_the_sdk_understands_it() -> None:
 def test_a_full_context_says_so_in_the_words_that_clients_look_for() -> None:
     problem = BudgetExceeded("too many", code="context_length_exceeded")
     assert anthropic_messages.error(problem)["error"]["message"] == "prompt is too long: too many"
+
+
+def test_what_anthropics_servers_ran_is_skipped() -> None:
+    """As in the history of a conversation that Anthropic's model began."""
+    blocks = [
+        {"type": "text", "text": "I look. "},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "Found."},
+    ]
+    asked = {"role": "user", "content": "a"}
+    history = [asked, {"role": "assistant", "content": blocks}, asked]
+    assert parse(body(messages=history)).messages[1] == {"role": "assistant", "content": "I look. Found."}

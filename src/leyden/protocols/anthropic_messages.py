@@ -18,7 +18,7 @@ gets its reasoning back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from leyden.errors import RequestError
@@ -53,6 +53,14 @@ PROTOCOL = "anthropic-messages"
 KEEP_ALIVE = event({"type": "ping"}, "ping")
 CLIENT_METADATA = "x-anthropic-billing-header"
 SIGNATURE = re.compile(r"leyden-turn-(\d{1,18})")
+# What Anthropic's servers ran in a turn of their own model: it says nothing to another, and is skipped.
+_SERVERS = frozenset(
+    {
+        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+        *("mcp_tool_use", "mcp_tool_result", "container_upload", "compaction"),
+    }
+)
 _VERSION = re.compile(r"_\d{8}$")
 ERROR_TYPES = {
     401: "authentication_error",
@@ -181,7 +189,9 @@ def _user(item: Json, path: str, _recall: Recall) -> list[Json]:
 
 def _assistant(item: Json, path: str, recall: Recall) -> list[Json]:
     allowed = {"text", "thinking", "redacted_thinking", "tool_use"}
-    blocks = _content_blocks(item.get("content"), path, allowed)
+    blocks = [
+        named for named in _content_blocks(item.get("content"), path, allowed | _SERVERS) if named[1]["type"] in allowed
+    ]
     of_type: dict[str, list[tuple[str, Json]]] = {name: [] for name in allowed}
     for where, block in blocks:
         of_type[block["type"]].append((where, block))
@@ -211,7 +221,7 @@ def _one_turn(first: Json, second: Json) -> Json:
     return merged
 
 
-def _content_blocks(content: Any, path: str, allowed: set[str]) -> list[tuple[str, Json]]:
+def _content_blocks(content: Any, path: str, allowed: Set[str]) -> list[tuple[str, Json]]:
     """The blocks of `content`, each with its path; a string is one block of text."""
     if isinstance(content, str):
         return [(path, {"type": "text", "text": content})]
@@ -222,7 +232,7 @@ def _content_blocks(content: Any, path: str, allowed: set[str]) -> list[tuple[st
     for where, block in blocks:
         kind = block.get("type")
         if not isinstance(kind, str) or (kind not in allowed and not ("image" in allowed and is_file(block))):
-            names = ", ".join(sorted(allowed))
+            names = ", ".join(sorted(allowed - _SERVERS))
             raise RequestError(f"{where} has type {kind!r}; allowed are blocks of type {names}", param=where)
     return blocks
 

@@ -202,8 +202,10 @@ def test_the_readme_starts_a_rollout_of_the_real_mini(
     (tmp_path / "repos" / "one" / "test_it.py").write_text("def test_it():\n    pass\n")
     for name in ("tasks.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text('{"prompt": "Say hi.", "repo": "one"}\n')
-    settings = f"model.path={tokenizer_path} model.context_tokens=2048"
-    said = shell(f"leyden doctor run.yaml {settings}", tmp_path, environment)
+    model = shutil.copytree(tokenizer_path, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_960}))
+    said = shell("leyden doctor run.yaml model.path=model", tmp_path, environment)
     assert re.search(r"ok +harness +model calls: \d+ openai-chat; exit 0\n", said), said
     assert re.search(r"ok +grader +reward 1(\.0)? for what the harness left\n", said), said
 

@@ -178,7 +178,10 @@ def test_every_process_is_killed_once_in_the_middle_of_a_step(folder):
     assert "| sample 1\n" in shown
     assert "\n| <|im_start|>user\n" in shown
     assert "1 samples: turns " in shown
-    assert leyden(folder, "show", "run").count("\u2502 5    \u2502") == 2
+    document = json.loads(leyden(folder, "show", "run", "--json"))
+    assert [line["step"] for line in document["steps"]] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in document["evaluations"]][-1] == 5
+    assert "step 5" in leyden(folder, "show", "run")
     assert "rollouts, 1.00 samples each; forks repeat 0 of " in leyden(folder, "show", "run", "--forks")
     evaluated = leyden(folder, "eval", "run.yaml", "-k", "2", "--limit", "1")
     assert "evaluating " + str(folder / "run/checkpoints/step-000005") + " on 1 tasks x 2" in evaluated

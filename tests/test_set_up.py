@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.set_up import SetUpFailed, Step, install_once, python_that_runs
+from tests.kube import set_up as kube
+from tests.set_up import NotHere, SetUpFailed, Step, install_once, python_that_runs
+from tests.vllm import set_up as vllm
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -191,3 +193,20 @@ def test_a_server_that_is_not_set_up_ends_the_session_with_one_line(tmp_path: Pa
 def test_a_server_that_no_chosen_test_wants_is_not_started(tmp_path: Path) -> None:
     for option in ("--collect-only", "-kwithout", "-kof_its_own"):
         assert "starting" not in session(tmp_path, "raise NotHere('x')", option).stdout
+
+
+def test_a_machine_without_a_test_bed_is_told_so_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NotHere, match=r"^the Kubernetes test bed needs root; or set KUBECONFIG to .*$"):
+        kube.set_up()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotHere, match=r"^the Kubernetes test bed needs Debian 12; or set KUBECONFIG to .*$"):
+        kube.set_up()
+    monkeypatch.setenv("KUBECONFIG", "/somewhere")
+    with pytest.raises(NotHere, match=r"^kubectl is not on PATH"):
+        kube.set_up()
+    monkeypatch.setenv("LEYDEN_VLLM", str(tmp_path / "vllm"))
+    with pytest.raises(NotHere, match=r"vllm: run `python -m tests.vllm.set_up`, as `make vllm` does$"):
+        vllm.interpreter()

@@ -86,6 +86,41 @@ async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left,
         assert "workspace" not in names and workspace.SETTLED in names
 
 
+STOPS_LAUNCHER = "kill -STOP $(ps -o ppid= -p $PPID)"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "kill -STOP $PPID; sleep 300",
+        "(while :; do kill -STOP $PPID; sleep 0.01; done) & sleep 300",
+        f"{STOPS_LAUNCHER}; kill -STOP $PPID; sleep 300",
+        "setsid sh -c 'kill -STOP $$' & kill -STOP $PPID $$",
+        f"exec {sys.executable} -c 'import os\nfor _ in range(7): os.fork()\nimport time; time.sleep(300)'",
+    ],
+)
+async def test_a_time_out_ends_what_stops_those_who_watch_it(config: Config, gone: Left, script: str) -> None:
+    made = config(script, harness={"timeout_s": 1})
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        async with controlling(made, gateway):
+            (rollout,) = await gateway.ended()
+    assert (rollout["timed_out"], rollout["attempt"], rollout["reward"]) == (True, 1, 1.0)
+
+
+async def test_a_child_of_its_own_session_dies_also_when_launcher_and_reaper_were_killed(
+    config: Config, gone: Left
+) -> None:
+    script = "setsid sleep 300 & sleep 0.3; kill -9 $(ps -o ppid= -p $PPID) $PPID; sleep 300"
+    made = config(script, harness={"max_attempts": 1})
+    async with FakeGateway(max_attempts=1) as gateway:
+        gateway.add("r1")
+        async with controlling(made, gateway):
+            (rollout,) = await gateway.ended()
+            assert [line for line in gone() if "sleep 300" in line] == []
+    assert rollout["failure"] == "infrastructure"
+
+
 def _text(content: str) -> Callable[[Path], Any]:
     return lambda path: path.write_text(content)
 

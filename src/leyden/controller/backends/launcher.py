@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leyden.controller.backends.leyden_launcher.processes import is_stopped
 from leyden.controller.jobs import Exit, Job, lost, read_exit
 from leyden.errors import LaunchError
 
@@ -31,6 +32,7 @@ START_LIMIT_S = 300.0
 STOP_LIMIT_S = 45.0
 MESSAGE_BYTES = 64 << 20
 GRACE_S = 2.0
+INSIST_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,17 @@ class Launcher:
         if job_id in self._jobs:
             self._kills[job_id] = {"op": "kill", "id": job_id, "reason": reason, "grace_s": grace_s}
             self._send(self._kills[job_id])
+            asyncio.get_running_loop().call_later(grace_s + INSIST_S, self._insist, job_id)
+
+    def _insist(self, job_id: str, again: bool = False) -> None:
+        """A launcher that a job has stopped goes on; one that is stopped again is killed, and another one started."""
+        if job_id not in self._kills or self._closing:
+            return
+        stopped = is_stopped(self._pid)
+        if stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL if again else signal.SIGCONT)
+        asyncio.get_running_loop().call_later(INSIST_S, self._insist, job_id, stopped)
 
     async def stop(self) -> None:
         """Kill all jobs and end the launcher."""

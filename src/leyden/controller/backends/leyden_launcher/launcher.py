@@ -48,8 +48,11 @@ from .processes import (
     descendants,
     drain,
     fork,
+    is_stopped,
     kill_all,
+    kill_marked,
     kill_session,
+    kill_tree,
     kill_until_none,
     open_process,
     subreaper,
@@ -59,6 +62,7 @@ from .reaper import Reaper, exit_record
 
 PROTOCOL = 2
 STRAYS_LIMIT_S = 5.0
+INSIST_S = 3.0
 
 
 class Launcher:
@@ -152,13 +156,14 @@ class Launcher:
     def next_timeout(self) -> float | None:
         if self.controllers.current is None and not self.stopping:
             return max(0.05, self.controllers.alone_since + self.orphan_grace_s - time.monotonic())
-        return 1.0 if self.preload.probe else None
+        return 1.0 if self.preload.probe or any("insist_at" in job for job in self.jobs.values()) else None
 
     def look_at_clock(self) -> None:
         alone = self.controllers.current is None and not self.stopping
         if alone and time.monotonic() > self.controllers.alone_since + self.orphan_grace_s:
             self.stop("orphaned")
         self.preload.end_slow_probe()
+        self.insist()
 
     def on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGTERM and not self.stopping:
@@ -203,7 +208,8 @@ class Launcher:
             remove((record if is_record(record, f"{job_id}.json") else job).get("groups", []))
             kill_session(job.get("leader"))
             self.kill_strays()
-            result = exit_record(job["started"], killed="lost")
+            kill_marked(os.path.dirname(job["dir"]) if ".grade" in job_id else job["dir"])
+            result = exit_record(job["started"], killed=job.get("ordered") or "lost")
             with contextlib.suppress(OSError):
                 publish(os.path.join(job["dir"], "exit.json"), result)
         with contextlib.suppress(OSError):
@@ -286,11 +292,26 @@ class Launcher:
             return
         with contextlib.suppress(OSError):
             publish(os.path.join(job["dir"], "kill.json"), {"reason": reason, "grace_s": grace_s})
+        job["ordered"], job["insist_at"] = reason, time.monotonic() + grace_s + INSIST_S
+        self.signal(job, signal.SIGTERM)
+        self.signal(job, signal.SIGCONT)  # for a reaper that its job has stopped
+
+    @staticmethod
+    def signal(job: dict[str, Any], number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if job["pidfd"] is None:
-                os.kill(job["pid"], signal.SIGTERM)
+                os.kill(job["pid"], number)
             else:
-                signal.pidfd_send_signal(job["pidfd"], signal.SIGTERM)
+                signal.pidfd_send_signal(job["pidfd"], number)
+
+    def insist(self) -> None:
+        """A reaper that is stopped again and again is killed with its job, which ends as it was told to."""
+        now = time.monotonic()
+        for job in [j for j in self.jobs.values() if j.get("insist_at", now) < now]:
+            job["insist_at"] = now + INSIST_S
+            if is_stopped(job["pid"]):
+                kill_tree(job["pid"])
+                self.signal(job, signal.SIGKILL)
 
     def stop(self, reason: str) -> None:
         self.stopping = reason

@@ -17,7 +17,7 @@ from .disk import DiskWatch
 from .files import log, publish, read_json, write_json, write_plain
 from .forward import forward
 from .job import Job, start_job
-from .processes import SIGNALS, children, descendants, drain, kill_all, start_ticks, subreaper, wake_pipe
+from .processes import SIGNALS, children, descendants, drain, kill_all, kill_tree, start_ticks, subreaper, wake_pipe
 from .sandboxed import DIED, FINAL
 
 KILL_LIMIT_S = 30.0
@@ -167,7 +167,7 @@ class Reaper:
             if self.status is not None:
                 give_up = give_up or time.monotonic() + KILL_LIMIT_S
                 cgroups.kill(list(self.group.folders))
-                kill_all(descendants(os.getpid()), signal.SIGKILL)
+                kill_tree(os.getpid())
                 if time.monotonic() > give_up:
                     log(f"{self.job['id']}: processes {children(os.getpid())} cannot be killed")
                     return
@@ -246,7 +246,8 @@ class Reaper:
             self.killed, grace_s = kill_order(order)
             self.begin_kill(grace_s)
         if self.kill_at is not None and time.monotonic() >= self.kill_at:
-            kill_all(descendants(os.getpid()), signal.SIGKILL)
+            cgroups.kill(list(self.group.folders))
+            kill_tree(os.getpid())
             self.kill_at = time.monotonic() + 0.01
 
     def begin_kill(self, grace_s: float) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from leyden.client.control import ControlClient
@@ -17,6 +16,7 @@ from leyden.client.records import LAST_WORDS, Rollout
 from leyden.controller import workspace
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
+from leyden.controller.clock import Clock
 from leyden.controller.jobs import OVER_LIMIT, grader_job, harness_job
 from leyden.controller.last_words import last_words
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
@@ -56,6 +56,7 @@ class Actor:
     run_dir: Path
     keep: str
     pass_threshold: float
+    clock: Clock = field(default_factory=Clock)
 
     async def perform(self, action: Action) -> None:
         """One action with its failures: a conflict is read again, a failed launch voids the attempt.
@@ -88,7 +89,8 @@ class Actor:
     def adopt(self, action: Adopt) -> None:
         rollout = self.board.rollouts[action.rollout_id]
         try:
-            attempt = self.backend.find(rollout)
+            found = self.backend.find(rollout)
+            attempt = replace(found, started=self.clock.own(found.started))
         except Exception as error:
             attempt = Attempt(rollout.rollout_id, rollout.attempt, Phase.LOST, problem=f"cannot be adopted: {error}")
         self.board.attempts[action.rollout_id] = attempt
@@ -115,7 +117,7 @@ class Actor:
             case Infrastructure(rollout_id, reason, final):
                 await self.infrastructure(self.board.attempts[rollout_id], reason, final=final)
             case Refresh(rollout_id):
-                now = time.time()
+                now = self.clock.now()
                 self.board.absorb([await self.client.rollout(rollout_id)])
                 self.board.change(rollout_id, refreshed=now)
             case Forget(rollout_id):
@@ -129,7 +131,7 @@ class Actor:
         self.board.absorb([rollout])
         self.board.change(rollout_id, attempt=rollout.attempt)
         await self.backend.start_harness(claim)
-        self.board.placed(harness_job(rollout_id, rollout.attempt), time.time())
+        self.board.placed(harness_job(rollout_id, rollout.attempt), self.clock.now())
 
     async def _report(self, attempt: Attempt) -> None:
         assert attempt.exit is not None
@@ -165,9 +167,9 @@ class Actor:
         key = self.board.grader_keys.get(attempt.rollout_id)
         if key is None:
             return
-        self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=time.time(), waits=True)
+        self.board.change(attempt.rollout_id, phase=Phase.GRADING, tries=number, started=self.clock.now(), waits=True)
         await self.backend.start_grader(self.board.rollouts[attempt.rollout_id], key, number)
-        self.board.placed(grader_job(attempt.rollout_id, attempt.attempt, number), time.time())
+        self.board.placed(grader_job(attempt.rollout_id, attempt.attempt, number), self.clock.now())
 
     async def _finish(self, attempt: Attempt) -> None:
         rollout = await self.client.finish(attempt.rollout_id, attempt.attempt)

@@ -71,7 +71,9 @@ class Board:
             if attempt.phase in (Phase.STARTING, Phase.RUNNING):
                 self.change(attempt.rollout_id, phase=Phase.EXITED, exit=exit_, killing=False)
             elif attempt.phase is Phase.GRADING:
-                self.change(attempt.rollout_id, phase=Phase.GRADED, grader_exit=exit_, killing=False, waits=False)
+                self.change(
+                    attempt.rollout_id, phase=Phase.GRADED, grader_exit=exit_, killing=False, waits=False, refreshed=0.0
+                )
             return
 
     def forget(self, rollout_id: str) -> None:

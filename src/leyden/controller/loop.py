@@ -28,6 +28,7 @@ from leyden.controller.act import Actor
 from leyden.controller.backends.base import Backend, Events
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.board import Board
+from leyden.controller.clock import Clock
 from leyden.controller.jobs import Exit
 from leyden.controller.plan import (
     Action,
@@ -62,13 +63,12 @@ async def run_controller(config: RunConfig, url: str, key: str, controller_id: s
     `key` is a control key. `controller_id` must be the same after a restart, or attempts are not adopted.
     Raises LaunchError if the launcher cannot be started (a preloaded module that fails, for instance).
     """
-    board = Board()
+    board, clock = Board(), Clock()
     wake = asyncio.Event()
     async with ControlClient(url, key) as client:
-        backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake))
-        actor = Actor(
-            controller_id, client, backend, board, config.run_dir, config.workspace.keep, config.eval.pass_threshold
-        )
+        backend = await _backend(config, url.rstrip("/"), client, controller_id, _events(board, wake, clock))
+        keep, passes = config.workspace.keep, config.eval.pass_threshold
+        actor = Actor(controller_id, client, backend, board, config.run_dir, keep, passes, clock)
         await backend.open()
         pressure = Pressure(config.controller.concurrency) if config.controller.backend == "local" else None
         await Controller(actor, limits(config, controller_id), wake, pressure).run(stop)
@@ -83,11 +83,11 @@ async def _backend(config: RunConfig, url: str, client: ControlClient, controlle
     return KubernetesBackend(config, url, await client.run_name(), controller_id, events)
 
 
-def _events(board: Board, wake: asyncio.Event) -> Events:
+def _events(board: Board, wake: asyncio.Event, clock: Clock) -> Events:
     """What the backend tells changes the board and wakes the loop."""
 
     def started(job_id: str, at: float) -> None:
-        board.started(job_id, at)
+        board.started(job_id, clock.own(at))
         wake.set()
 
     def waiting(job_id: str, why: str) -> None:
@@ -199,7 +199,7 @@ class Controller:
             self._wake.clear()
             if self._failure is not None:
                 raise self._failure
-            now = time.time()
+            now = self._actor.clock.now()
             observed = self._board.observed(self._actor.backend.running)
             limits_ = self._limits
             if self._pressure:
@@ -209,7 +209,9 @@ class Controller:
             for action in plan(observed, self._board.rollouts, limits_, now):
                 self._dispatch(action)
             deadline = next_deadline(self._board.observed(()), self._board.rollouts, self._limits, now)
-            wait_s = RESYNC_S if deadline is None else min(RESYNC_S, max(0.0, deadline - time.time()) + 0.001)
+            wait_s = (
+                RESYNC_S if deadline is None else min(RESYNC_S, max(0.0, deadline - self._actor.clock.now()) + 0.001)
+            )
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -234,7 +236,9 @@ class Controller:
             case Kill():
                 self._actor.kill(action)
             case Start(rollout_id) | TakeOver(rollout_id):
-                self._board.attempts[rollout_id] = Attempt(rollout_id, 0, Phase.STARTING, time.time(), busy=True)
+                self._board.attempts[rollout_id] = Attempt(
+                    rollout_id, 0, Phase.STARTING, self._actor.clock.now(), busy=True
+                )
                 self._spawn(action)
             case _:
                 self._board.change(action.rollout_id, busy=True)

@@ -22,6 +22,7 @@ from leyden.client.records import Rollout
 from leyden.controller.jobs import CANCELLED, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.types import RolloutState
 
+LONGEST_WAIT_S = 90.0  # a wait that is longer was begun before the clock was set back
 LIVE = (RolloutState.RUNNING, RolloutState.GRADING)
 
 
@@ -176,7 +177,7 @@ def plan(observed: Observed, desired: Mapping[str, Rollout], limits: Limits, now
     actions += [TakeOver(r.rollout_id) for r in live if r.controller in observed.gone]
     actions += _strays(observed, live)
     free = limits.concurrency - len(observed.attempts) - len(adoptable)
-    waiting = [r for r in others if r.state is RolloutState.QUEUED and r.retry_at <= now]
+    waiting = [r for r in others if r.state is RolloutState.QUEUED and not now < r.retry_at < now + LONGEST_WAIT_S]
     waiting.sort(key=lambda r: (r.created, r.step, r.slot, r.member))
     actions += [Start(r.rollout_id) for r in waiting[: max(0, free)]]
     return actions
@@ -260,7 +261,7 @@ def _after_grader(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Ac
     assert attempt.grader_exit is not None
     if rollout.reward is not None or attempt.grader_exit.clean:
         return [Finish(attempt.rollout_id)]
-    if attempt.refreshed < attempt.grader_exit.ended:
+    if not attempt.refreshed:
         return [Refresh(attempt.rollout_id)]
     if attempt.tries < limits.grader_tries:
         return [Grade(attempt.rollout_id, attempt.tries + 1)]

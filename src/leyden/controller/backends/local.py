@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ class LocalBackend:
         )
         if self._view:
             job = self._sandboxed(job, paths.tmp, self._view.readable)
-        self._events.started(job.job_id, await self._launcher.start(job))
+        await self._launcher.start(job)
+        self._events.started(job.job_id, time.time())
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
         paths = self._paths(rollout.rollout_id, rollout.attempt)
@@ -74,7 +76,8 @@ class LocalBackend:
         )
         if self._view:
             job = self._sandboxed(job, paths.grade_tmp, self._view.grader_readable)
-        self._events.started(job.job_id, await self._launcher.start(job))
+        await self._launcher.start(job)
+        self._events.started(job.job_id, time.time())
 
     def _sandboxed(self, job: Job, tmp: Path, readable: tuple[Path, ...]) -> Job:
         assert self._view is not None

@@ -223,7 +223,7 @@ class Launcher:
     def handle(self, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == "hello":
-            running = {i: {"started": j["started"], "dir": j["dir"]} for i, j in self.jobs.items()}
+            running = {i: {"started": started_by_now(j), "dir": j["dir"]} for i, j in self.jobs.items()}
             facts = {"protocol": PROTOCOL, "pid": os.getpid(), "preload": self.preload.names, "python": sys.argv[2]}
             facts["limits"] = sorted(self.limits)
             self.controllers.send({"event": "hello", **facts, "running": running})
@@ -258,6 +258,7 @@ class Launcher:
                 "pidfd": None,
                 "dir": job["dir"],
                 "started": started,
+                "began": time.monotonic(),
                 "learns": job["learns"],
             }
         self.controllers.send({"event": "started", "id": job["id"], "started": self.jobs[job["id"]]["started"]})
@@ -317,6 +318,11 @@ class Launcher:
         self.stopping = reason
         for job_id in list(self.jobs):
             self.kill(job_id, reason, 1.0)
+
+
+def started_by_now(job: dict[str, Any]) -> float:
+    """When a job started by the clock as it stands now, whoever has set it meanwhile."""
+    return time.time() - (time.monotonic() - job["began"]) if "began" in job else float(job["started"])
 
 
 def is_record(value: Any, name: str) -> bool:

@@ -68,7 +68,7 @@ class Reaper:
         self.wake_r, wake_w = wake_pipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self.on_term)
-        self.started = time.time()
+        self.started, self.began = time.time(), time.monotonic()
         if os.path.exists(self.exit_path) or not self.write_record():
             os._exit(0)
         log_r, log_w = os.pipe()
@@ -99,6 +99,7 @@ class Reaper:
         cgroups.remove(list(self.group.folders))
         record = exit_record(
             self.started,
+            began=self.began,
             status=self.signal or self.status,  # the status of a death is its signal; see wait(2)
             killed=self.killed,
             error=self.error.lstrip(FINAL).decode(errors="replace") or None,
@@ -270,6 +271,7 @@ def kill_order(found: Any) -> tuple[str, float]:
 def exit_record(
     started: float,
     *,
+    began: float | None = None,
     status: int | None = None,
     killed: str | None = None,
     error: str | None = None,
@@ -286,7 +288,7 @@ def exit_record(
         "exit_code": code,
         "signal": os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None,
         "started": started,
-        "ended": time.time(),
+        "ended": started + max(0.0, time.monotonic() - began) if began is not None else time.time(),
         "cpu_s": round(usage.ru_utime + usage.ru_stime, 4) if usage else None,
         "max_rss_bytes": usage.ru_maxrss * 1024 if usage else None,
         "killed": killed,

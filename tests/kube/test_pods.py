@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 
 from leyden.controller.backends.kubernetes import keeper
 from leyden.controller.backends.kubernetes.api import JOBS, PODS, SECRETS, KubernetesApi, ObjectMissing
-from leyden.controller.backends.kubernetes.manifest import Manifest, Pods, Program, manifest
-from leyden.controller.backends.kubernetes.verdict import Ended, Running
+from leyden.controller.backends.kubernetes.manifest import TEMPLATE, Manifest, Pods, Program, manifest
+from leyden.controller.backends.kubernetes.verdict import Ended, Running, lingers, note_of
 from tests.kube.cluster import Cluster
 from tests.kube.observer import Observer
 
@@ -66,9 +67,9 @@ class Maker:
     def __init__(self, namespace: str, image: str, url: str) -> None:
         self._url = url
         self._image = image
-        self._pods = Pods(namespace, image, Path(keeper.__file__).read_text(), grace_s=8, workspace_bytes=2_000_000)
+        self._pods = Pods(namespace, image, Path(keeper.__file__).read_text(), grace_s=8, workspace_bytes=8_000_000)
 
-    def __call__(self, name: str, script: str, *, grade: int = 0, **more: Any) -> Manifest:
+    def __call__(self, name: str, script: str, *, grade: int = 0, template: str = TEMPLATE, **more: Any) -> Manifest:
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as tar:
             entry = tarfile.TarInfo("given.txt")
@@ -97,7 +98,7 @@ class Maker:
             }
             | more
         )
-        made = manifest(self._pods, program)
+        made = manifest(replace(self._pods, template=template), program)
         for holder in (made.job["metadata"], made.job["spec"]["template"]["metadata"]):
             holder["labels"]["leyden/job"] = made.job["metadata"]["name"]
         return made
@@ -148,6 +149,52 @@ async def test_the_workspace_is_saved_after_the_harness(
     assert unpacked(gateway[1][f"Bearer workspace-{name}"])["given.txt"] == b"given\n"
 
 
+SIDECARS = TEMPLATE.replace(
+    "      - name:", "      - {name: first, image: '{{ image }}', command: [sleep, '600']}\n      - name:"
+) + ("      - {name: last, image: '{{ image }}', command: [sleep, '600']}\n")
+
+
+@pytest.mark.parametrize(("name", "script"), [("beside", "sleep 2; echo done > result"), ("besidequick", "exit 0")])
+async def test_containers_beside_the_harness_may_live_on(
+    api: KubernetesApi, observer: Observer, make: Maker, gateway: tuple[str, dict[str, bytes]], name: str, script: str
+) -> None:
+    """One that starts before it, one that starts after it; neither ends by itself."""
+    made = make(name, script, template=SIDECARS)
+    ended = await run(api, observer, made)
+    assert (ended.exit.exit_code, ended.exit.error, ended.exit.killed, ended.saved) == (0, None, None, True)
+    assert unpacked(gateway[1][f"Bearer workspace-{name}"])["given.txt"] == b"given\n"
+    (pod,) = observer.seen(made.job["metadata"]["name"]).pods
+    assert lingers(pod)
+    await api.end_job(made.job["metadata"]["name"], note_of(ended))
+    async with asyncio.timeout(60):
+        while (await api.list_all(PODS))[0]:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert observer.verdict(made.job["metadata"]["name"]) == ended
+
+
+async def test_a_harness_that_kills_the_keeper_voids_nothing(
+    api: KubernetesApi, observer: Observer, make: Maker
+) -> None:
+    script = "for p in /proc/[0-9]*; do grep -q keeper.py $p/cmdline && kill -9 ${p#/proc/}; done; exit 3"
+    ended = await run(api, observer, make("killer", script))
+    assert (ended.exit.exit_code, ended.exit.error, ended.exit.killed, ended.saved) == (3, None, "limit", False)
+    assert ended.exit.note is not None and "what saves it was killed" in ended.exit.note
+
+
+async def test_what_a_harness_left_is_taken_as_it_is(
+    api: KubernetesApi, observer: Observer, make: Maker, gateway: tuple[str, dict[str, bytes]]
+) -> None:
+    """A deep path, closed folders and files."""
+    code = "import os\nfor i in range(1500):\n os.mkdir('d')\n os.chdir('d')\n"
+    script = f'mkdir c; echo x > c/f; chmod 0 c/f c given.txt; python3 -c "{code}"; chmod 0 .'
+    ended = await run(api, observer, make("deep", script))
+    assert (ended.exit.exit_code, ended.exit.error, ended.saved) == (0, None, True)
+    assert unpacked(gateway[1]["Bearer workspace-deep"]) == {"given.txt": b"given\n", "c/f": b"x\n"}
+    graded = make("deep", "cat given.txt c/f; ls | wc -l", grade=1)
+    assert (await run(api, observer, graded)).exit.clean
+    assert await printed(api, observer, graded, "grader") == "given\nx\n3\n"
+
+
 async def test_the_workspace_is_saved_after_a_timeout(
     api: KubernetesApi, observer: Observer, make: Maker, gateway: tuple[str, dict[str, bytes]]
 ) -> None:
@@ -167,10 +214,10 @@ async def test_the_workspace_is_saved_after_a_timeout(
 
 
 async def test_a_workspace_that_is_too_large(api: KubernetesApi, observer: Observer, make: Maker) -> None:
-    ended = await run(api, observer, make("full", "head -c 3000000 /dev/zero > big"))
+    ended = await run(api, observer, make("full", "head -c 9000000 /dev/zero > big"))
     assert (ended.exit.exit_code, ended.saved) == (0, False)
     assert ended.exit.note == (
-        "the workspace was not saved: keep: the workspace is larger than 2000000 bytes; see gateway.max_workspace_bytes"
+        "the workspace was not saved: keep: the workspace is larger than 8000000 bytes; see gateway.max_workspace_bytes"
     )
 
 

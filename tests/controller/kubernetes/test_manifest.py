@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -362,6 +365,22 @@ def test_jobs_that_are_refused(template: str, message: str) -> None:
 def test_git_s_setting_is_the_template_s_own_where_it_has_one() -> None:
     template = CONTAINER.replace("name: V", "name: GIT_CONFIG_SYSTEM") % "/mine"
     assert variables(main(with_template(template)))["GIT_CONFIG_SYSTEM"] == "/mine"
+
+
+def test_git_works_in_a_workspace_of_another_user(tmp_path: Path) -> None:
+    made = manifest(PODS, PROGRAM)
+    (tmp_path / "gitconfig").write_bytes(base64.b64decode(made.secret["data"]["file-0"]))
+    repository = tmp_path / "repository"
+    subprocess.run(["git", "init", "-q", repository], check=True)
+    another = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}
+
+    def status(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", "status", "-s"], cwd=repository, env=another | more, capture_output=True, text=True, check=False
+        )
+
+    assert "dubious ownership" in status().stderr
+    assert status(GIT_CONFIG_SYSTEM=str(tmp_path / "gitconfig")).returncode == 0
 
 
 def test_the_keeper_stands_directly_before_the_harness() -> None:

@@ -479,22 +479,24 @@ _LOCAL_ONLY = {
     "python": "the image's own interpreter runs the harness",
     "readable": "put files into the image, or name them in kubernetes.files",
     "log_bytes": "set kubernetes.log_lines",
+    "pass_env": "give the variables in harness.env, or in kubernetes.template from a Secret of yours",
 }
-"""What `harness` says about this machine, and what to do instead in a cluster."""
+"""What `harness` and `grader` say about this machine, and what to do instead in a cluster."""
 
 
 def _fits_a_cluster(config: RunConfig) -> None:
     """Raises ValueError for what a cluster would not heed."""
     if config.kubernetes.image is None:
         raise ValueError("controller.backend kubernetes needs kubernetes.image, the image that holds the harness")
-    default = HarnessConfig(command=["none"])
-    for name, instead in _LOCAL_ONLY.items():
-        value = getattr(config.harness, name)
-        if value != getattr(default, name):
-            shown = value.model_dump(exclude_none=True) if isinstance(value, LimitsConfig) else value
-            raise ValueError(
-                f"harness.{name} {shown} is for controller.backend local, and this is kubernetes: {instead}"
-            )
+    for section, given in (("harness", config.harness), ("grader", config.grader)):
+        for name, instead in _LOCAL_ONLY.items():
+            field = type(given).model_fields.get(name)
+            value = getattr(given, name, None)
+            if field is not None and value != field.default:
+                shown = value.model_dump(exclude_none=True) if isinstance(value, LimitsConfig) else value
+                raise ValueError(
+                    f"{section}.{name} {shown} is for controller.backend local, and this is kubernetes: {instead}"
+                )
 
 
 def engine_url(text: str) -> str:

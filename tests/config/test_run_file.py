@@ -153,6 +153,8 @@ def test_refusals_name_path_value_and_fix(run_file, override, message):
         ("harness.python=/usr/bin/python3", "harness.python /usr/bin/python3 .*: the image's own interpreter runs"),
         ("harness.readable=[data]", "harness.readable .* name them in kubernetes.files"),
         ("harness.log_bytes=5", "harness.log_bytes 5 is for .*: set kubernetes.log_lines"),
+        ("harness.pass_env=[TOKEN]", r"harness.pass_env \['TOKEN'\] is for .*: give the variables in harness.env"),
+        ("grader.pass_env=[TOKEN]", r"grader.pass_env \['TOKEN'\] is for "),
     ],
 )
 def test_what_only_this_machine_heeds_is_refused_for_a_cluster(run_file, override, message):

@@ -110,6 +110,8 @@ def test_no_secret_in_the_job() -> None:
         "OPENAI_BASE_URL": "http://gateway:8000/v1",
         "PRICE": "$$(LEYDEN_KEY)",
         "GIT_CONFIG_SYSTEM": "/leyden/files/gitconfig",
+        "NO_PROXY": "gateway",
+        "no_proxy": "gateway",
         "LEYDEN_KEY": {"secretKeyRef": {"name": name, "key": "LEYDEN_KEY"}},
         "OPENAI_API_KEY": {"secretKeyRef": {"name": name, "key": "OPENAI_API_KEY"}},
     }
@@ -381,6 +383,30 @@ def test_git_works_in_a_workspace_of_another_user(tmp_path: Path) -> None:
 
     assert "dubious ownership" in status().stderr
     assert status(GIT_CONFIG_SYSTEM=str(tmp_path / "gitconfig")).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "told", "proxies"),
+    [
+        ({"NO_PROXY": "internal.corp"}, {}, "internal.corp,gateway", {}),
+        ({"no_proxy": "a b", "NO_PROXY": "c"}, {}, "a,b,c,gateway", {}),
+        ({"No_Proxy": "$(HERE)"}, {}, "$(HERE),gateway", {}),
+        ({"NO_PROXY": "*"}, {}, "*", {}),
+        ({"http_proxy": "p"}, {"HTTP_PROXY": "q", "no_proxy": "x"}, "x,gateway", {"HTTP_PROXY": "q"}),
+        ({"NO_PROXY": "theirs"}, {"no_proxy": "mine"}, "mine,gateway", {}),
+    ],
+)
+def test_no_proxy_stands_before_the_gateway(
+    template: dict[str, str], given: dict[str, str], told: str, proxies: dict[str, str]
+) -> None:
+    """What the template and `harness.env` except is excepted too, in every spelling; the run file's word counts."""
+    env = ", ".join(f'{{name: {n}, value: "{v}"}}' for n, v in {"HERE": "here", **template}.items())
+    text = CONTAINER.replace("{name: V, value: %s}", env)
+    made = manifest(replace(PODS, template=text), replace(PROGRAM, env=given))
+    found = {n: v for n, v in variables(main(made)).items() if n.lower().endswith("_proxy")}
+    assert found == {"NO_PROXY": told, "no_proxy": told, **proxies}
+    names = list(variables(main(made)))
+    assert names.index("HERE") < names.index("NO_PROXY")
 
 
 def test_the_keeper_stands_directly_before_the_harness() -> None:

@@ -13,10 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from leyden.controller.backends.kubernetes.document import render_document, unexpanded
 from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.backends.kubernetes.verdict import KEEPER
+from leyden.controller.environment import reaching
 from leyden.errors import LaunchError
 
 LEAST_TTL_S = 300
@@ -194,7 +196,8 @@ def _complete_containers(pod: Object, pods: Pods, program: Program, name: str) -
     for kind, containers in theirs.items():
         for i, container in enumerate(containers):
             path = f"spec.template.spec.{kind}[{i}]"
-            container["env"] = _environment(container, path, variables, all_of_them=container is main[0])
+            own = _environment(container, path, variables)
+            container["env"] = list((_whole(own, variables, program) if container is main[0] else own).values())
     _set_mounts(
         main[0], [_mount("leyden", WORKSPACE, subPath="workspace"), _mount("leyden-files", FILES, readOnly=True)]
     )
@@ -225,7 +228,7 @@ def _variables(program: Program, name: str) -> dict[str, Object]:
     return plain | keys
 
 
-def _environment(container: Object, path: str, variables: Mapping[str, Object], *, all_of_them: bool) -> list[Object]:
+def _environment(container: Object, path: str, variables: Mapping[str, Object]) -> dict[str, Object]:
     """The container's own variables with Leyden's in their place; one of each name, the last one counts."""
     merged: dict[str, Object] = {}
     for i, entry in enumerate(_list(container, "env", f"{path}.")):
@@ -237,10 +240,18 @@ def _environment(container: Object, path: str, variables: Mapping[str, Object], 
             raise LaunchError(f"kubernetes.template: {path}.env[{i}] ({name}): value {value!r} is not text; quote it")
         merged.pop(name, None)
         merged[name] = variables.get(name, entry)
-    if all_of_them:
-        defaults = {n: {"name": n, "value": v} for n, v in _DEFAULTS.items()}
-        merged = defaults | merged | dict(variables)
-    return list(merged.values())
+    return merged
+
+
+def _whole(own: Mapping[str, Object], variables: Mapping[str, Object], program: Program) -> dict[str, Object]:
+    """The main container's variables, the template's `own` first: all of Leyden's too, and no proxy before the gateway,
+    whatever the template or the run file say of proxies."""
+    entries = {n: {"name": n, "value": v} for n, v in _DEFAULTS.items()} | dict(own) | dict(variables)
+    plain = {n: e.get("value", "") for n, e in entries.items() if "valueFrom" not in e}
+    base = {n: v for n, v in plain.items() if n not in program.env}
+    reached = reaching(urlsplit(program.url).hostname or "", base, {n: plain[n] for n in program.env if n in plain})
+    kept = {n: e for n, e in entries.items() if n not in plain or n in reached}
+    return kept | {n: {"name": n, "value": v} for n, v in reached.items()}
 
 
 def _before(pods: Pods, program: Program, name: str) -> Object:

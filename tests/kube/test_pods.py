@@ -175,7 +175,7 @@ async def test_containers_beside_the_harness_may_live_on(
 async def test_a_harness_that_kills_the_keeper_voids_nothing(
     api: KubernetesApi, observer: Observer, make: Maker
 ) -> None:
-    script = "for p in /proc/[0-9]*; do grep -q keeper.py $p/cmdline && kill -9 ${p#/proc/}; done; exit 3"
+    script = 'for p in /proc/[0-9]*; do grep -q "keeper[.]py" $p/cmdline && kill -9 ${p#/proc/}; done; exit 3'
     ended = await run(api, observer, make("killer", script))
     assert (ended.exit.exit_code, ended.exit.error, ended.exit.killed, ended.saved) == (3, None, "limit", False)
     assert ended.exit.note is not None and "what saves it was killed" in ended.exit.note

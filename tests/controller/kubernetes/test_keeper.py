@@ -317,12 +317,13 @@ LAST = {30: (0, "last")}
 @pytest.mark.parametrize(
     "looks",
     [
-        [(POD, 16), (POD | HARNESS, 21), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
-        [(POD | {14: (0, "keep")}, 16), (POD, 17), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
-        [(POD | HARNESS | LAST, 30), (POD | {33: (0, "harness")} | LAST, 33), (POD | LAST, 34)],
-        [(POD | {20: (0, "runtime")}, 20), (POD | HARNESS, 21), (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+        [(POD, 16), *[(POD | HARNESS, 21)] * 2, (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+        [(POD | {14: (0, "keep")}, 16), (POD, 17), *[(POD | HARNESS | LAST, 30)] * 3, (POD | LAST, 31)],
+        [*[(POD | HARNESS | LAST, 30)] * 3, (POD | {33: (0, "harness")} | LAST, 33), (POD | LAST, 34)],
+        [(POD | {20: (0, "runtime")}, 20), *[(POD | HARNESS, 21)] * 3, (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
+        [(POD | {19: (0, "runtime")}, 19), (POD, 19), *[(POD | HARNESS, 21)] * 3, (POD | LAST, 31)],
     ],
-    ids=["a container after it lives on", "the hook", "a command in its container", "moved by its runtime"],
+    ids=["a container after it", "the hook", "a command in its container", "moved by its runtime", "made by another"],
 )
 def test_containers_that_live_on_are_not_waited_for(tmp_path: Path, looks: list[Any]) -> None:
     proc = Proc(tmp_path, *looks)
@@ -335,7 +336,7 @@ def test_containers_that_start_before_the_harness_are_never_taken_for_it(tmp_pat
     """Native sidecars, say: their processes come and go, and ids are given away, while the harness has not started."""
     probed = PROXY | {18: (0, "proxy")}
     early = [(POD | PROXY, 16), (POD | probed, 18), *[(POD | PROXY, 19)] * 20]
-    looks = [*early, (POD | PROXY | HARNESS, 21), (POD | probed | HARNESS, 22), (POD | PROXY, 23)]
+    looks = [*early, *[(POD | PROXY | HARNESS, 21)] * 2, (POD | probed | HARNESS, 22), (POD | PROXY, 23)]
     proc = Proc(tmp_path, *looks)
     note(proc, "pause", "keep", "proxy")
     assert watch(proc).until_gone(proc.sleep, lambda *_: None)

@@ -46,6 +46,7 @@ MOST_PATH_BYTES = 3900
 LATEST_S = 2**33
 POLL_S = 0.05
 QUIET_LOOKS = 3
+SURE_LOOKS = 3
 READY_S = 60.0
 WATCHING, BEFORE = "watching", "before"
 FAILED, TOO_LARGE = 1, 3
@@ -350,6 +351,7 @@ class Watch:
         self._was_there = False
         self._before: dict[str, Any] | None = None
         self._first: tuple[int, str] | None = None
+        self._looks = 0
 
     def until_gone(
         self, sleep: Callable[[float], None] = time.sleep, kill: Callable[[int, int], None] = os.kill
@@ -359,9 +361,10 @@ class Watch:
             pass
         quiet = 0
         while True:
+            was_there = self._was_there
             there = self._is_there()
             # An id is given away a moment before its process can be seen.
-            quiet = quiet + 1 if self._was_there and not there else 0
+            quiet = quiet + 1 if was_there and not there else 0
             if quiet >= QUIET_LOOKS:
                 return True
             if self._asked_to_end:
@@ -371,7 +374,7 @@ class Watch:
                     self._kill_all(kill)
                 if time.monotonic() > self._asked_to_end[0] + self._patience_s + 2:
                     return True
-            sleep(POLL_S if self._was_there else POLL_S / 5)
+            sleep(POLL_S if quiet or self._looks >= SURE_LOOKS else POLL_S / 5)
 
     def _is_there(self) -> bool:
         """Whether a process of the harness's container runs."""
@@ -386,10 +389,13 @@ class Watch:
             return bool(others)
         found = {pid: container_of(self._proc, pid) for pid in others}
         new = [pid for pid, container in found.items() if container and container not in before["containers"]]
-        if self._first is None and new:
-            self._first = new[0], found[new[0]]
+        # While a container is made, its runtime's own processes come first, and are moved from one group to another.
+        if self._looks < SURE_LOOKS and new:
+            seen = new[0], found[new[0]]
+            self._looks = self._looks + 1 if seen == self._first else 1
+            self._first = seen
         elif self._first is not None and found.get(self._first[0]):
-            self._first = self._first[0], found[self._first[0]]  # its runtime may have moved it
+            self._first = self._first[0], found[self._first[0]]
         alone = len(before["containers"]) == 2
         self._was_there = (
             self._was_there or self._first is not None or (alone and last_pid(self._proc) > before["last"])

@@ -149,6 +149,7 @@ class Launcher:
             self.look_at_clock()
         with contextlib.suppress(OSError):
             self.controllers.unlink()
+            os.rmdir(os.path.dirname(self.controllers.path))  # if it is one of the socket's own: else it is not empty
         kill_until_none(STRAYS_LIMIT_S)
         self.groups.close()
         log(f"ends: {self.stopping}")

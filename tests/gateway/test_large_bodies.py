@@ -13,9 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from leyden.errors import BudgetExceeded, RequestError
 from leyden.gateway.attempts import Attempt
 from leyden.gateway.render import ModelRenderer
-from leyden.gateway.tokenizer import FastTokenizer
+from leyden.gateway.tokenizer import FastTokenizer, load
 from leyden.gateway.workers import LARGE_BYTES, THREADS, Workers
 from leyden.protocols.checks import MAX_CONTAINERS, MAX_VALUES, loads
 from tests.gateway.conftest import Gateway, make_config, serving
@@ -243,3 +244,21 @@ async def test_what_the_store_keeps_of_requests_is_bounded(
         assert (status, answer["error"]["code"]) == (400, "budget_exceeded")
         assert "the limit is 2000" in answer["error"]["message"]
         assert (await post(gateway, key, "/v1/responses", {"model": "m", "input": "x"}))[0] == 200
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_refused() -> None:
+    """The expressions of a pre-tokenizer have a limit, which a very long run of spaces meets: Rust panics then."""
+    tokenizer = load(str(qwen_tokenizer_folder("qwen3")))
+    with pytest.raises(RequestError, match="the tokenizer gives up on a text of 16000000 characters") as caught:
+        tokenizer.encode(" " * 16_000_000)
+    assert caught.value.code == "invalid_value"
+    assert tokenizer.encode("x") == [87]
+
+
+def test_a_text_longer_than_the_longest_tokens_is_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load(str(qwen_tokenizer_folder("qwen3")))
+    longest = len(" " * 128)
+    assert len(tokenizer.encode(" " * longest)) == 1
+    monkeypatch.setattr(FastTokenizer, "_ids", lambda *_: pytest.fail("tokenised"))
+    with tokenizer.at_most(1000), pytest.raises(BudgetExceeded, match="are far longer"):
+        tokenizer.encode(" " * (1000 * 1000))

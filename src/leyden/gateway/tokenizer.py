@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from leyden.errors import BudgetExceeded, ConfigError
+from leyden.errors import BudgetExceeded, ConfigError, RequestError
 from leyden.model_files import locate
 
 TRIES = 4  # a conversation is bridged in two ways, then rendered: each shows some of it
@@ -29,6 +29,7 @@ class FastTokenizer:
     def __init__(self, backend: Tokenizer, name_or_path: str, special: dict[str, str | None]) -> None:
         self._budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
         self._backend = backend
+        self._longest = _longest_token(backend)
         self.name_or_path = name_or_path
         self.unk_token_id = self._id(special.get("unk_token"))
         self.eos_token_id = self._id(special.get("eos_token"))
@@ -37,6 +38,8 @@ class FastTokenizer:
         """Raises BudgetExceeded, within `at_most`, before a text is tokenised that is too long for sure."""
         budget = self._budget.get()
         if budget is not None and len(text) > budget.left:
+            if self._longest and text.isascii() and len(text) > self._longest * budget.context_tokens:
+                raise too_long(budget.context_tokens, "are far longer")
             self._refuse_over(budget, text)
         ids = self._ids(text, add_special_tokens)
         if budget is not None:
@@ -60,12 +63,20 @@ class FastTokenizer:
             counted.spend(len(self._ids(text[start : start + PIECE_CHARS], add_special_tokens=False)))
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= LONG_CHARS:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:
+        """Raises RequestError for a text that the tokenizer gives up on, such as a megabyte of spaces."""
+        try:
+            if len(text) <= LONG_CHARS:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return ids
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids = encoded.ids
-        return ids
+            return list(encoded.ids)
+        except BaseException as error:
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # of Rust; it is no Exception, and can be imported from nowhere
+                raise
+            said = f"the tokenizer gives up on a text of {len(text)} characters ({error}); shorten it"
+            raise RequestError(said, param="messages", code="invalid_value") from None
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -81,6 +92,15 @@ class FastTokenizer:
     def _id(self, token: str | None) -> int | None:
         found: int | None = None if token is None else self._backend.token_to_id(token)
         return found
+
+
+def _longest_token(backend: Tokenizer) -> int | None:
+    """The characters of ASCII text that one token holds at most; None where tokens do not spell the whole text."""
+    keeps_all = type(backend.decoder).__name__ == "ByteLevel" and type(backend.normalizer).__name__ in (
+        "NoneType",
+        "NFC",
+    )
+    return max(map(len, backend.get_vocab())) if keeps_all else None
 
 
 @dataclass(slots=True)

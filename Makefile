@@ -1,6 +1,6 @@
 # `make demo` trains, `make test` tests; both set up what they need in .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos kube kube-smoke check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
+.PHONY: help demo test test-fast harnesses harnesses-smoke vllm vllm-smoke chaos siege siege-smoke kube kube-smoke check base bench-learning bench-gateway bench-memory bench-launch bench-samples clean
 
 PYTHON ?= $$(scripts/python)
 VENV := .venv
@@ -16,6 +16,8 @@ help:
 	@echo "make vllm             tests on a real vLLM on CPU (installs it in ~/.cache/leyden/vllm, once)"
 	@echo "make vllm-smoke       the shortest of them"
 	@echo "make chaos            1,000 rollouts of mixed kinds while the controller is killed again and again"
+	@echo "make siege            50,000 mutated requests, the largest bodies, 100 random kills, what hostile agents leave"
+	@echo "make siege-smoke      a small one"
 	@echo "make kube-smoke       the shortest of those on Kubernetes (below)"
 	@echo "make kube             tests on a real Kubernetes cluster: a local one (root, Debian 12), or that of KUBECONFIG"
 	@echo "make check            lint, types, layers"
@@ -52,6 +54,12 @@ vllm: $(STAMP)
 vllm-smoke: $(STAMP)
 	$(BIN)/python -m tests.vllm.set_up
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -m "vllm and not slow" -rs tests/vllm
+
+siege: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" python -m tests.siege
+
+siege-smoke: $(STAMP)
+	PATH="$(abspath $(BIN)):$$PATH" python -m tests.siege --small
 
 chaos: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" scripts/test -s -m chaos tests/controller

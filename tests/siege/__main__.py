@@ -1,6 +1,6 @@
 """python -m tests.siege [--small] [--seed N] [--only PART...]
 
-Parts: mutants, bodies, train (kills), services (kills), leftovers. Everything is bounded; a fault is exit status 1.
+Parts: mutants, bodies, train (kills), services (kills). Everything is bounded; a fault is exit status 1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.tiny_model import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 32_768
 SHOWN_FAULTS = 20
-FULL = {"mutants": 50_000, "bodies": None, "train": 50, "services": 50, "leftovers": None}
-SMALL = {"mutants": 3_000, "bodies": 4, "train": 3, "services": 5, "leftovers": None}
+FULL = {"mutants": 50_000, "bodies": None, "train": 50, "services": 50}
+SMALL = {"mutants": 3_000, "bodies": 4, "train": 3, "services": 5}
 
 
 def main() -> int:
@@ -137,18 +137,11 @@ def _kills(mode: str) -> Any:
     return run
 
 
-def _leftovers(folder: Path, _size: Any, _seed: int) -> tuple[str, list[str]]:
-    from tests.siege.leftovers import leftovers
-
-    return leftovers(folder)
-
-
 PARTS = {
     "mutants": _mutants,
     "bodies": _bodies,
     "train": _kills("train"),
     "services": _kills("services"),
-    "leftovers": _leftovers,
 }
 
 if __name__ == "__main__":

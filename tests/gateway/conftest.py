@@ -18,6 +18,7 @@ from leyden import run_file
 from leyden.client import ControlClient, control_key
 from leyden.config import RunConfig
 from leyden.gateway.app import build
+from leyden.gateway.bounded_http import BoundedHttp
 from leyden.gateway.engines import GenerateRequest
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FinishReason, Generation, VersionSpan
@@ -203,7 +204,13 @@ async def serving(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     client = ControlClient(url, control_key(SECRET))
     gateway = Gateway(url, app, engine, renderer, client, config)
-    options: Any = {"interface": "asgi3", "log_config": None, "access_log": False, "timeout_graceful_shutdown": 1}
+    options: Any = {
+        "interface": "asgi3",
+        "http": BoundedHttp,
+        "log_config": None,
+        "access_log": False,
+        "timeout_graceful_shutdown": 1,
+    }
     server = Server(uvicorn.Config(gateway.counted, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -31,6 +31,7 @@ from leyden.client import read_or_create_secret
 from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
 from leyden.gateway.admission import Admission, InFlight
+from leyden.gateway.bounded_http import BoundedHttp
 from leyden.gateway.calls import EngineCalls
 from leyden.gateway.control_routes import ControlApi, starlette_routes
 from leyden.gateway.engines import ChatEngine, Engine, EngineHttp, Evidence, LeydenEngine, VllmEngine
@@ -187,7 +188,7 @@ def _model_routes(entry: Entry, model: str) -> list[Route]:
     served: list[tuple[str, ASGIApp, str]] = [
         *((path, CountEndpoint(counter, entry), "POST") for path, counter in COUNT_ROUTES),
         *((path, ModelEndpoint(protocol, entry), "POST") for path, protocol in ROUTES),
-        *((path, ModelList(lister, entry.secret, model), "GET") for path, lister in LIST_ROUTES),
+        *((path, ModelList(lister, entry, model), "GET") for path, lister in LIST_ROUTES),
     ]
     return [
         Route(prefix + path, endpoint, methods=[method])
@@ -230,7 +231,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedHttp,
                 ws="none",
                 access_log=False,
                 proxy_headers=False,
@@ -317,6 +318,8 @@ def _last_port(run_dir: Path) -> int:
 
 def _announce(run_dir: Path, url: str) -> None:
     temporary = run_dir / "gateway.json.new"
+    temporary.unlink(missing_ok=True)
+    temporary.touch(mode=0o600)
     temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     temporary.replace(run_dir / "gateway.json")
 

@@ -140,8 +140,8 @@ class EngineCalls:
 
     def _note(self, attempt: Attempt, error: LeydenError, status: int | None) -> None:
         data = {"status": status, "message": str(error)}
-        with contextlib.suppress(Unwritable):
-            self._store.turns.add_event(attempt.rollout_id, attempt.attempt, "engine_error", data)
+        with contextlib.suppress(Unwritable, RequestError):  # a full disk, an attempt that has ended or noted enough
+            self._store.turns.add_event(attempt.rollout_id, attempt.attempt, "engine_error", data, running=True)
 
 
 def _refusal(error: EngineRejected) -> RequestError:

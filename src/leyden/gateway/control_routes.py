@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
@@ -43,7 +43,7 @@ from leyden.gateway.control_bodies import (
     read,
 )
 from leyden.gateway.feed import Feed
-from leyden.gateway.http import ClientGone, JsonResponse, log_bug, parse_object, read_body
+from leyden.gateway.http import ClientGone, JsonResponse, content_encoding, decoded, log_bug, parse_object, read_body
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
 from leyden.gateway.turn import TurnService
@@ -253,7 +253,13 @@ class ControlApi:
         return {"bytes": size}
 
     async def get_workspace(self, call: ControlCall) -> Response:
-        path = self._workspaces().find(call.claims.rollout_id, call.claims.attempt)
+        claims = call.claims
+        rollout = self.store.rollouts.get(claims.rollout_id)
+        graded = rollout["state"] == RolloutState.GRADING and rollout["reward"] is None
+        if not graded or rollout["attempt"] != claims.attempt:
+            what = f"attempt {claims.attempt} of rollout {claims.rollout_id}"
+            raise Conflict(f"{what} is not being graded any more")
+        path = self._workspaces().find(claims.rollout_id, claims.attempt)
         return FileResponse(path, media_type=GZIP)
 
     def _workspaces(self) -> Workspaces:
@@ -397,7 +403,7 @@ def _endpoint(api: ControlApi, operation: Operation) -> Callable[[Request], Awai
         try:
             claims = authenticate(request.headers, api.secret, operation.allowed(api.config))
             answer = await operation.handler(api, await _call(api, operation, request, claims))
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             return Response()
         except RequestError as error:
             return _refusal(error)
@@ -415,6 +421,7 @@ async def _call(api: ControlApi, operation: Operation, request: Request, claims:
     if operation.body is not None:
         limit = operation.most_bytes or api.config.max_body_bytes
         raw = await read_body(request.scope, request.receive, limit)
+        raw = decoded(raw, content_encoding(request.scope), limit)
         try:
             given = parse_object(raw or b"{}", api.metrics)
             if integer := big_integer(raw):

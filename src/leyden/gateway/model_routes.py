@@ -21,7 +21,16 @@ from starlette.types import Receive, Scope, Send
 from leyden.errors import InternalError, RequestError, Unauthorized
 from leyden.gateway.attempts import Attempt, Delivery
 from leyden.gateway.auth import authenticate
-from leyden.gateway.http import ClientGone, is_retry, parse_object, read_body, send_json, start
+from leyden.gateway.http import (
+    ClientGone,
+    content_encoding,
+    decoded,
+    is_retry,
+    parse_object,
+    read_body,
+    send_json,
+    start,
+)
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.turn import Asked, TurnService
 from leyden.gateway.workers import Workers
@@ -45,21 +54,24 @@ class Entry:
     metrics: Metrics
     workers: Workers
 
-    def caller(self, scope: Scope) -> Claims:
+    def caller(self, scope: Scope, protocol: WireProtocol) -> Claims:
         """The claims of the agent key. Raises Unauthorized."""
-        return _caller(scope, self.secret, {KeyScope.AGENT})
+        return _caller(scope, self.secret, {KeyScope.AGENT}, protocol.KEY_PARAMETER)
 
     async def read(
         self, scope: Scope, receive: Receive, attempt: Attempt, parse: Callable[[Json, Call], ChatRequest]
     ) -> Asked:
         """The call that the body holds. Raises RequestError, or ClientGone."""
-        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        query = {name: value for name, value in _query(scope).items() if name != "key"}
         call = Call(scope.get("path_params", {}), self.turns.recall(attempt), query)
+        encoding = content_encoding(scope)
         async with attempt.reading:
             raw = await read_body(scope, receive, self.max_body_bytes)
-            return await self.workers.run(attempt, len(raw), partial(self._asked, raw, call, parse))
+            size = len(raw) if encoding is None else self.max_body_bytes
+            return await self.workers.run(attempt, size, partial(self._asked, raw, encoding, call, parse))
 
-    def _asked(self, raw: bytes, call: Call, parse: Callable[[Json, Call], ChatRequest]) -> Asked:
+    def _asked(self, raw: bytes, encoding: str | None, call: Call, parse: Callable[[Json, Call], ChatRequest]) -> Asked:
+        raw = decoded(raw, encoding, self.max_body_bytes)
         body = parse_object(raw, self.metrics)
         return self.turns.asked(body, replace(parse(body, call), body_bytes=len(raw)))
 
@@ -84,7 +96,7 @@ class ModelEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         claims = None
         try:
-            claims = self._entry.caller(scope)
+            claims = self._entry.caller(scope, self._protocol)
             attempt = self._turns.attempts.get(claims)
             asked = await self._entry.read(scope, receive, attempt, self._protocol.parse)
         except ClientGone:
@@ -175,7 +187,7 @@ class CountEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         claims = None
         try:
-            claims = self._entry.caller(scope)
+            claims = self._entry.caller(scope, self._protocol)
             attempt = self._entry.turns.attempts.get(claims)
             asked = await self._entry.read(scope, receive, attempt, self._protocol.parse_count)
             await send_json(send, 200, self._protocol.count(await self._entry.turns.count(attempt, asked.request)))
@@ -189,22 +201,27 @@ class CountEndpoint:
 class ModelList:
     """GET of the models that are served: the one of the run."""
 
-    def __init__(self, protocol: ListProtocol, secret: bytes, name: str) -> None:
+    def __init__(self, protocol: ListProtocol, entry: Entry, name: str) -> None:
         self._protocol = protocol
-        self._secret = secret
+        self._entry = entry
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            _caller(scope, self._secret, {KeyScope.AGENT, KeyScope.CONTROL})
+            claims = _caller(
+                scope, self._entry.secret, {KeyScope.AGENT, KeyScope.CONTROL}, self._protocol.KEY_PARAMETER
+            )
+            if claims.scope is KeyScope.AGENT:
+                self._entry.turns.attempts.get(claims)
             await send_json(send, 200, self._protocol.models([self._name]))
         except RequestError as error:
             await send_json(send, error.status, self._protocol.error(error))
 
 
-def _caller(scope: Scope, secret: bytes, scopes: Collection[KeyScope]) -> Claims:
+def _caller(scope: Scope, secret: bytes, scopes: Collection[KeyScope], parameter: str | None) -> Claims:
     """The claims of a key. On `/rollouts/ID/...`, an agent's must be for that rollout. Raises Unauthorized."""
-    claims = authenticate(Headers(scope=scope), secret, scopes)
+    in_query = _query(scope).get(parameter) if parameter else None
+    claims = authenticate(Headers(scope=scope), secret, scopes, in_query=in_query)
     named = scope.get("path_params", {}).get("rollout_id", claims.rollout_id)
     if claims.scope is KeyScope.AGENT and named != claims.rollout_id:
         raise Unauthorized(f"this key belongs to another rollout than {named!r:.80}", forbidden=True)
@@ -215,6 +232,10 @@ def _result(work: asyncio.Task[tuple[Delivery, bytes]]) -> tuple[Delivery, bytes
     if work.cancelled():
         raise RequestError("the call was given up: a later try took its place, or its attempt ended", code="gone")
     return work.result()
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
 
 
 async def _hang_up(receive: Receive) -> None:

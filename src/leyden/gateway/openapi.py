@@ -20,7 +20,7 @@ _REFUSALS = {
     "404": "there is no such thing",
     "409": "the change does not apply any more",
     "413": "the body is too large",
-    "415": "the body is compressed",
+    "415": "the body is compressed in a way that is not read",
     "422": "a field of the body or of the query is wrong",
 }
 _ERROR: Json = {

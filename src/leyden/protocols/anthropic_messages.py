@@ -51,6 +51,7 @@ from leyden.types import FinishReason, Json
 
 PROTOCOL = "anthropic-messages"
 KEEP_ALIVE = event({"type": "ping"}, "ping")
+KEY_PARAMETER: str | None = None
 CLIENT_METADATA = "x-anthropic-billing-header"
 SIGNATURE = re.compile(r"leyden-turn-(\d{1,18})")
 # What Anthropic's servers ran in a turn of their own model: it says nothing to another, and is skipped.

@@ -131,11 +131,13 @@ class Call:
 class WireProtocol(Protocol):
     """A module of this package. Everything is pure; `parse` raises RequestError, the others nothing.
 
-    `KEEP_ALIVE` are bytes that a client of a stream skips, also before the first event.
+    `KEEP_ALIVE` are bytes that a client of a stream skips, also before the first event. `KEY_PARAMETER` names the
+    parameter of the query that may hold the key, if there is one.
     """
 
     PROTOCOL: str
     KEEP_ALIVE: bytes
+    KEY_PARAMETER: str | None
 
     def parse(self, body: Json, call: Call) -> ChatRequest: ...
 

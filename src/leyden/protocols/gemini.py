@@ -42,6 +42,7 @@ from leyden.types import FinishReason, Json
 PROTOCOL = "gemini"
 # No SSE comment: @google/genai for JavaScript takes anything but blanks before `data:` for a broken event.
 KEEP_ALIVE = b"\n\n"
+KEY_PARAMETER: str | None = "key"
 MAX_CANDIDATES = 128
 ROLES = {"user": False, "function": False, "tool": False, "model": True}
 STATUS = {

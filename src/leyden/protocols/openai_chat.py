@@ -21,6 +21,7 @@ from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-chat"
 KEEP_ALIVE = b": keep-alive\n\n"
+KEY_PARAMETER: str | None = None
 MAX_CHOICES = 128
 
 

@@ -19,6 +19,7 @@ from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-completions"
 KEEP_ALIVE = openai_chat.KEEP_ALIVE
+KEY_PARAMETER: str | None = None
 DEFAULT_TOKENS = 16
 LARGEST_ID = 2**31 - 1
 

@@ -24,6 +24,7 @@ from leyden.types import FinishReason, Json
 
 PROTOCOL = "openai-responses"
 KEEP_ALIVE = b": keep-alive\n\n"
+KEY_PARAMETER: str | None = None
 error = openai_chat.error
 
 _ENCRYPTED = "reasoning.encrypted_content"

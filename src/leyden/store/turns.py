@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from leyden.errors import Conflict, NotFound, Unauthorized
+from leyden.errors import BudgetExceeded, Conflict, NotFound, Unauthorized
 from leyden.protocols import ChatRequest
 from leyden.store.database import transaction
 from leyden.store.pack import (
@@ -24,6 +24,8 @@ from leyden.store.pack import (
     unpack_spans,
 )
 from leyden.types import FinishReason, Generation, Ids, Json, Turn, TurnState
+
+MOST_EVENTS, MOST_EVENT_BYTES = 1000, 2**20  # of one attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +173,15 @@ class Turns:
 
     def add_event(self, rollout_id: str, attempt: int, kind: str, data: Json, *, running: bool = False) -> int:
         """Its number. `running`: only while that attempt runs, else Unauthorized. Raises NotFound for an attempt that
-        there never was."""
+        there never was, BudgetExceeded where a running one has added as much as it may."""
+        text = orjson.dumps(data).decode()
+        if running:
+            self._check_events(rollout_id, attempt, len(text))
         condition = "attempt = ? AND state = 'running'" if running else "attempt >= ?"
         row = self._db.execute(
             "INSERT INTO events (rollout_id, attempt, kind, data, created) SELECT ?, ?, ?, ?, ? "
             f"WHERE EXISTS (SELECT 1 FROM rollouts WHERE rollout_id = ? AND {condition}) RETURNING seq",
-            (rollout_id, attempt, kind, orjson.dumps(data).decode(), time.time(), rollout_id, attempt),
+            (rollout_id, attempt, kind, text, time.time(), rollout_id, attempt),
         ).fetchone()
         if row is None and running:
             raise Unauthorized(f"attempt {attempt} of rollout {rollout_id} is not running any more", forbidden=True)
@@ -184,6 +189,18 @@ class Turns:
             raise NotFound(f"there is no attempt {attempt} of a rollout {rollout_id!r}")
         seq: int = row["seq"]
         return seq
+
+    def _check_events(self, rollout_id: str, attempt: int, size: int) -> None:
+        """What an attempt may add to the store by events, its calls' engine errors included."""
+        events, held = self._db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) FROM events WHERE rollout_id = ? AND attempt = ?",
+            (rollout_id, attempt),
+        ).fetchone()
+        if events >= MOST_EVENTS or held + size > MOST_EVENT_BYTES:
+            raise BudgetExceeded(
+                f"attempt {attempt} of rollout {rollout_id} has {events} events of {held} bytes; the limits are "
+                f"{MOST_EVENTS} and {MOST_EVENT_BYTES}. Write what is more to the workspace or to standard output"
+            )
 
     def events(self, rollout_id: str) -> list[Json]:
         rows = self._db.execute("SELECT * FROM events WHERE rollout_id = ? ORDER BY seq", (rollout_id,))

@@ -105,6 +105,7 @@ def write_report(run_dir: Path, lines: Sequence[Json]) -> Json:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` in one rename, so that a reader or a crash never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.touch(mode=0o600)  # tasks and settings are the user's own
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import http.server
 import io
-import json
 import os
 import shutil
 import signal
@@ -14,9 +13,9 @@ import subprocess
 import tarfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -225,140 +224,121 @@ def test_a_damaged_archive_is_said(
     assert capsys.readouterr().out == "other: usage: keeper.py unpack | fetch | keep | ready\n"
 
 
-class Proc:
-    """A /proc of a pod; the n-th of `looks` is what the n-th look finds: pid -> parent or (parent, container), and the
-    last pid given away."""
+@dataclass
+class Look:
+    """What one look finds: pid -> parent, `mounted` those of the harness's container, the id given away last, and
+    whether a kubelet has begun to start the harness."""
 
-    def __init__(self, root: Path, *looks: tuple[Mapping[int, int | tuple[int, str]], int]) -> None:
-        self.root, self.looks, self.naps = root, list(looks), 0
+    parents: dict[int, int]
+    mounted: frozenset[int] = frozenset()
+    last: int = 16
+    started: bool = True
+
+
+class Pod:
+    """/proc and the volume of a pod, as the looks of a keeper find them one after the other; the last look stays."""
+
+    def __init__(self, root: Path, *looks: Look) -> None:
+        self.proc, self.volume, self.looks, self.naps = root / "proc", root / "volume", list(looks), 0
+        self.proc.mkdir()
+        (self.volume / "out").mkdir(parents=True)
+        (self.volume / "out" / "last-pid").write_text("16")
         self.show()
 
     def show(self) -> None:
-        processes, last = self.looks[min(self.naps, len(self.looks) - 1)]
-        for old in self.root.iterdir():
+        look = self.looks[min(self.naps, len(self.looks) - 1)]
+        for old in self.proc.iterdir():
             if old.name.isdigit():
                 shutil.rmtree(old)
-        for pid, what in processes.items():
-            parent, container = what if isinstance(what, tuple) else (what, "same")
-            (self.root / str(pid)).mkdir()
-            (self.root / str(pid) / "stat").write_text(f"{pid} (a) b (c) S {parent} 1 1")
-            (self.root / str(pid) / "cgroup").write_text(f"0::/../{container}\n")
-        (self.root / "loadavg").write_text(f"0.1 0.1 0.1 1/2 {last}\n")
+        for pid, parent in look.parents.items():
+            (self.proc / str(pid)).mkdir()
+            (self.proc / str(pid) / "stat").write_text(f"{pid} (a) b (c) S {parent} 1 1")
+            at = "/leyden/started" if pid in look.mounted else "/var/lib/leyden/started"
+            mounts = f"22 1 0:1 / / rw - overlay none rw\n23 22 0:2 /started {at} ro - ext4 /dev/vda rw\n"
+            (self.proc / str(pid) / "mountinfo").write_text(mounts)
+        (self.proc / "loadavg").write_text(f"0.1 0.1 0.1 1/2 {look.last}\n")
+        if look.started:
+            (self.volume / "started").mkdir(exist_ok=True)
 
     def sleep(self, _: float) -> None:
         self.naps += 1
-        assert self.naps < 200
+        assert self.naps < 2000
         self.show()
 
-
-ALONE = {1: 0, 7: 0}
-HOOK = {1: 0, 7: 0, 14: 0}
-BUSY = {1: 0, 7: 0, 20: 0, 21: 20}
-
-
-def watch(proc: Proc, *, asked: float | None = None, patience_s: float = 1) -> keeper.Watch:
-    asked_to_end = [] if asked is None else [time.monotonic() + asked]
-    return keeper.Watch(str(proc.root), str(proc.root), 7, asked_to_end, patience_s)
+    def watch(self, *, asked: float | None = None, patience_s: float = 60) -> keeper.Watch:
+        asked_to_end = [] if asked is None else [time.monotonic() + asked]
+        return keeper.Watch(str(self.proc), str(self.volume), asked_to_end, patience_s)
 
 
-def note(proc: Proc, *containers: str) -> None:
-    """What the hook writes, with process 14, after which 16 was given away to one of its threads."""
-    found = [f"0::/../{name}\n" for name in containers]
-    (proc.root / "before").write_text(json.dumps({"hook": 14, "last": 16, "containers": found}))
+EMPTY = {1: 0, 7: 0}
+BEFORE = Look(EMPTY | {5: 0, 6: 5}, started=False)
+STARTING = Look(EMPTY | {5: 0, 19: 0}, last=19)
+BUSY = Look(EMPTY | {5: 0, 20: 0, 21: 20}, frozenset({20, 21}), last=21)
+LEFT = Look(EMPTY | {5: 0, 21: 1, 30: 0}, frozenset({21}), last=31)
 
 
 @pytest.mark.parametrize(
     "looks",
     [
-        [(HOOK, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (BUSY, 21), (BUSY, 30), (ALONE, 30)],
-        [(HOOK, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 16), (ALONE, 20)],
-        [(ALONE, 20)],
-        [(BUSY, 0), (BUSY, 0), (ALONE, 0)],
-        [(BUSY, 21), (ALONE, 21), (BUSY, 22), (ALONE, 22)],
+        [BEFORE, STARTING, BUSY, BUSY, LEFT],
+        [BUSY, LEFT],
+        [BEFORE, *[STARTING] * 50, BUSY, LEFT],
+        [BUSY, Look(EMPTY | {33: 0}, frozenset({33})), LEFT],
+        [BUSY, Look({20: 0}), Look({20: 0}), LEFT],
+        [BEFORE, Look(BEFORE.parents, last=400, started=False), STARTING, BUSY, LEFT],
     ],
-    ids=["seen", "too quick to be seen", "gone before the first look", "no ids in this kernel", "one after the other"],
+    ids=[
+        "containers before and after it, and a child that it leaves",
+        "there at the first look",
+        "made slowly",
+        "a command in its container",
+        "without its mounts",
+        "a container before it starts processes",
+    ],
 )
-def test_the_harness_comes_and_goes(tmp_path: Path, looks: list[tuple[dict[int, int], int]]) -> None:
-    """Neither the hook nor the time before the harness is taken for it."""
-    proc = Proc(tmp_path, *looks)
-    note(proc)
-    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
-    assert len(looks) + keeper.QUIET_LOOKS - 2 <= proc.naps <= len(looks) + keeper.QUIET_LOOKS - 1
+def test_the_harness_comes_and_goes(tmp_path: Path, looks: list[Look]) -> None:
+    pod = Pod(tmp_path, *looks)
+    assert pod.watch().until_gone(pod.sleep, lambda *_: None)
+    assert pod.naps == len(looks) - 1
+
+
+def test_a_harness_too_quick_to_be_seen_is_gone_after_a_while(tmp_path: Path) -> None:
+    """Where ids of processes were given away since; before that it may still be on its way."""
+    pod = Pod(tmp_path, BEFORE, *[Look(EMPTY)] * 20, Look(EMPTY, last=17))
+    assert pod.watch(patience_s=0).until_gone(pod.sleep, lambda *_: None)
+    assert pod.naps == 21
 
 
 def test_the_hook_waits_for_the_keeper(tmp_path: Path) -> None:
-    proc = Proc(tmp_path, (HOOK, 16))
-    looks = []
+    pod = Pod(tmp_path, Look(EMPTY, last=18))
+    folder, looks = pod.volume / "out", []
+    (folder / "last-pid").unlink()
 
     def sleep(_: float) -> None:
-        looks.append((tmp_path / "before").exists())
+        looks.append((folder / "last-pid").exists())
         if len(looks) == 3:
-            (tmp_path / "watching").touch()
+            (folder / "watching").touch()
 
-    keeper.ready(str(tmp_path), str(proc.root), 14, sleep)
+    keeper.ready(str(folder), str(pod.proc), sleep)
     assert looks == [False] * 3
-    assert json.loads((tmp_path / "before").read_text()) == {"hook": 14, "last": 16, "containers": []}
-
-
-def test_the_hook_notes_what_runs_before_the_harness(tmp_path: Path) -> None:
-    (tmp_path / "watching").touch()
-    Proc(tmp_path, ({1: (0, "pause"), 5: (0, "proxy"), 6: (5, "proxy"), 7: (0, "keep"), 14: (0, "keep")}, 16))
-    keeper.ready(str(tmp_path), str(tmp_path), 14)
-    noted = json.loads((tmp_path / "before").read_text())
-    assert noted["containers"] == ["0::/../keep\n", "0::/../pause\n", "0::/../proxy\n"]
-
-
-POD = {1: (0, "pause"), 7: (0, "keep")}
-PROXY = {5: (0, "proxy")}
-HARNESS = {20: (0, "harness"), 21: (20, "harness")}
-LAST = {30: (0, "last")}
-
-
-@pytest.mark.parametrize(
-    "looks",
-    [
-        [(POD, 16), *[(POD | HARNESS, 21)] * 2, (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
-        [(POD | {14: (0, "keep")}, 16), (POD, 17), *[(POD | HARNESS | LAST, 30)] * 3, (POD | LAST, 31)],
-        [*[(POD | HARNESS | LAST, 30)] * 3, (POD | {33: (0, "harness")} | LAST, 33), (POD | LAST, 34)],
-        [(POD | {20: (0, "runtime")}, 20), *[(POD | HARNESS, 21)] * 3, (POD | HARNESS | LAST, 30), (POD | LAST, 31)],
-        [(POD | {19: (0, "runtime")}, 19), (POD, 19), *[(POD | HARNESS, 21)] * 3, (POD | LAST, 31)],
-    ],
-    ids=["a container after it", "the hook", "a command in its container", "moved by its runtime", "made by another"],
-)
-def test_containers_that_live_on_are_not_waited_for(tmp_path: Path, looks: list[Any]) -> None:
-    proc = Proc(tmp_path, *looks)
-    note(proc, "pause", "keep")
-    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
-    assert len(looks) + keeper.QUIET_LOOKS - 2 == proc.naps
-
-
-def test_containers_that_start_before_the_harness_are_never_taken_for_it(tmp_path: Path) -> None:
-    """Native sidecars, say: their processes come and go, and ids are given away, while the harness has not started."""
-    probed = PROXY | {18: (0, "proxy")}
-    early = [(POD | PROXY, 16), (POD | probed, 18), *[(POD | PROXY, 19)] * 20]
-    looks = [*early, *[(POD | PROXY | HARNESS, 21)] * 2, (POD | probed | HARNESS, 22), (POD | PROXY, 23)]
-    proc = Proc(tmp_path, *looks)
-    note(proc, "pause", "keep", "proxy")
-    assert watch(proc).until_gone(proc.sleep, lambda *_: None)
-    assert len(looks) + keeper.QUIET_LOOKS - 2 == proc.naps
+    assert (folder / "last-pid").read_text() == "18"
 
 
 def test_a_harness_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """When the pod is deleted, half of the grace period is the harness's; what it left is then still saved."""
-    proc, killed = Proc(tmp_path, (BUSY, 21)), []
-    note(proc)
+    pod, killed = Pod(tmp_path, BUSY), []
 
     def kill(pid: int, number: int) -> None:
         killed.append((pid, number))
-        proc.looks = [(ALONE, 21)]
+        pod.looks = [LEFT]
 
-    assert watch(proc, asked=-1.5).until_gone(proc.sleep, kill)
-    assert killed == [(20, signal.SIGKILL), (21, signal.SIGKILL)]
+    assert pod.watch(asked=-61.5).until_gone(pod.sleep, kill)
+    assert killed == [(pid, signal.SIGKILL) for pid in (5, 7, 20, 21)]
 
 
 def test_a_pod_that_ends_before_its_harness_starts(tmp_path: Path) -> None:
-    proc = Proc(tmp_path, (HOOK, 16))
-    assert not watch(proc, asked=0).until_gone(proc.sleep, lambda *_: None)
+    pod = Pod(tmp_path, BEFORE)
+    assert not pod.watch(asked=0).until_gone(pod.sleep, lambda *_: None)
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):

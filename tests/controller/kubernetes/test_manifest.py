@@ -97,6 +97,7 @@ def test_the_default_template() -> None:
     assert harness["volumeMounts"] == [
         {"name": "leyden", "mountPath": "/workspace", "subPath": "workspace"},
         {"name": "leyden-files", "mountPath": "/leyden/files", "readOnly": True},
+        {"name": "leyden", "mountPath": "/leyden/started", "subPath": "started", "readOnly": True},
     ]
 
 

@@ -265,6 +265,16 @@ def test_an_agent_that_kills_the_keeper_is_graded(done: dict[str, Any], deleted:
     assert ("was killed" in str(found.exit.note)) == agents
 
 
+def test_a_workspace_that_was_saved_before_the_harness_started_is_none() -> None:
+    """The keeper took a harness for gone that had not come."""
+    what = seen("saved")
+    keeper_of(what)["finishedAt"] = "2026-11-30T08:11:28Z"
+    note = "the workspace was saved before the harness started"
+    assert judge(what, "08:12:00") == Ended(own(5, "08:11:29", "08:11:29", note=note), saved=False)
+    keeper_of(what)["finishedAt"] = "2026-11-30T08:11:29Z"
+    assert judge(what, "08:12:00") == Ended(own(5, "08:11:29", "08:11:29"), saved=True)
+
+
 def test_a_native_sidecar_that_is_ended_is_no_init_container_that_failed_made_by_hand() -> None:
     what = seen("init_failed")
     pod = what.pods[0]

@@ -5,13 +5,14 @@
     keep     wait until the harness is gone, pack the workspace, hand it to the gateway
     ready    the postStart hook of `keep`'s container: Kubernetes starts the harness's once it has ended
 
-`keep` shares the pod's process namespace. A container's first process has no parent there. Kubernetes starts the
-harness's container directly after `keep`'s: `ready` notes which containers run before it and the last process id given
-away; the first new container is the harness's, and it is gone when none of its first processes is left. Containers tell
-apart by their cgroups; those that start before or after it may run on. Where nothing but `keep` runs before it, an id
-given away after the noted one is the harness's, also where that was gone before it could be seen. On SIGTERM (the pod
-is being deleted) the harness has half of the grace period; then it is killed, so that the other half is left to save
-what it wrote. What `keep` holds, its key above all, is closed to a harness that runs as the same user there.
+`keep` shares the pod's process namespace. `ready` holds the harness back until `keep` watches. A kubelet makes the
+folder STARTED of the volume when it starts the harness's container, and mounts it there and nowhere else. So a process
+that has it mounted is the harness's; a container's first process has no parent there, and the container is gone when
+its first process is. Whether other containers come or go says nothing. A harness that nobody saw although ids of
+processes were given away since was too quick to be seen, and is taken for gone after a while; where that is wrong, the
+controller sees from the pod that the harness started after it was saved. On SIGTERM (the pod is being deleted) the
+harness has half of the grace period; then it is killed, so that the other half is left to save what it wrote. What
+`keep` holds, its key above all, is closed to a harness that runs as the same user there.
 
 What the harness left is packed as it is, whatever it is: what cannot be read, or has a path too long to be used, is
 left out and counted. Only too much of it is refused, by an exit code of its own: that is the harness's doing.
@@ -25,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -36,7 +36,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import PurePosixPath
-from typing import IO, Any, Callable, Iterator
+from typing import IO, Callable, Iterator
 
 VOLUME = "/leyden/volume"
 INPUT = "/leyden/in/workspace.tar.gz"
@@ -44,11 +44,11 @@ MOST_BYTES = 256 * 2**20
 MOST_ENTRIES = 200_000
 MOST_PATH_BYTES = 3900
 LATEST_S = 2**33
+STARTED = "started"
+STARTED_AT = "/leyden/started"
 POLL_S = 0.05
-QUIET_LOOKS = 3
-SURE_LOOKS = 3
 READY_S = 60.0
-WATCHING, BEFORE = "watching", "before"
+WATCHING, LAST_PID = "watching", "last-pid"
 FAILED, TOO_LARGE = 1, 3
 REQUEST_S = 60.0
 UPLOAD_S = 100.0
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
             with scratch() as archive:
                 keep(workspace, archive, limit)
         elif what == "ready":
-            ready(os.path.join(VOLUME, "out"), "/proc", os.getpid())
+            ready(os.path.join(VOLUME, "out"), "/proc")
         else:
             raise KeeperError("usage: keeper.py unpack | fetch | keep | ready")
     except (KeeperError, OSError, tarfile.TarError, EOFError) as error:
@@ -302,7 +302,7 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     save_s = float(os.environ.get("LEYDEN_SAVE_S", "30"))
     if os.getpid() == 1:
         raise KeeperError("the pod needs shareProcessNamespace: true")
-    if not Watch("/proc", os.path.dirname(archive), os.getpid(), asked_to_end, save_s).until_gone():
+    if not Watch("/proc", VOLUME, asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
     print("the harness is gone", flush=True)
     try:
@@ -324,96 +324,73 @@ def close_to_others() -> None:
         ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
 
 
-def ready(folder: str, proc: str, own: int, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait for `keep`, then note this process and the last id given away before the harness's."""
+def ready(folder: str, proc: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait for `keep`, then note the last id of a process that was given away before the harness's."""
     for _ in range(int(READY_S / POLL_S)):
         if os.path.exists(os.path.join(folder, WATCHING)):
             break
         sleep(POLL_S)
-    before = sorted({container_of(proc, pid) for pid in (1, own, *first_processes(proc, own))})
-    if container_of(proc, 1) == container_of(proc, own):
-        before = []  # this kernel does not tell containers apart
-    with open(os.path.join(folder, BEFORE + ".part"), "w", encoding="utf-8") as file:
-        json.dump({"hook": own, "last": last_pid(proc), "containers": before}, file)
-    os.rename(os.path.join(folder, BEFORE + ".part"), os.path.join(folder, BEFORE))
+    with open(os.path.join(folder, LAST_PID), "w", encoding="utf-8") as file:
+        file.write(str(last_pid(proc)))
 
 
 class Watch:
-    """Sees the harness come and go. `proc` is /proc, `folder` is shared with `ready`; `asked_to_end` gets the time of
-    a SIGTERM, after which the harness has `patience_s`."""
+    """Sees the harness come and go. `proc` is /proc, `volume` the volume's folder; `asked_to_end` gets the time of a
+    SIGTERM, after which the harness has `patience_s`."""
 
-    def __init__(self, proc: str, folder: str, own: int, asked_to_end: list[float], patience_s: float) -> None:
+    def __init__(self, proc: str, volume: str, asked_to_end: list[float], patience_s: float) -> None:
         self._proc = proc
-        self._folder = folder
-        self._own = own
+        self._volume = volume
+        self._out = os.path.join(volume, "out")
         self._asked_to_end = asked_to_end
         self._patience_s = patience_s
-        self._was_there = False
-        self._before: dict[str, Any] | None = None
-        self._first: tuple[int, str] | None = None
-        self._looks = 0
+        self._there: list[int] = []
 
     def until_gone(
         self, sleep: Callable[[float], None] = time.sleep, kill: Callable[[int, int], None] = os.kill
     ) -> bool:
         """False if the pod is ended before the harness has started."""
-        with open(os.path.join(self._folder, WATCHING), "w", encoding="utf-8"):
+        with open(os.path.join(self._out, WATCHING), "w", encoding="utf-8"):
             pass
-        quiet = 0
+        started: float | None = None
+        seen = False
         while True:
-            was_there = self._was_there
-            there = self._is_there()
-            # An id is given away a moment before its process can be seen.
-            quiet = quiet + 1 if was_there and not there else 0
-            if quiet >= QUIET_LOOKS:
-                return True
+            if started is None and os.path.exists(os.path.join(self._volume, STARTED)):
+                started = time.monotonic()
+            if started is not None:
+                there = self._is_there()
+                if seen and not there:
+                    return True
+                seen = seen or there
+                if not seen and time.monotonic() > started + self._patience_s and self._ids_were_given_away():
+                    return True
             if self._asked_to_end:
-                if not self._was_there:
+                if started is None:
                     return False
                 if time.monotonic() > self._asked_to_end[0] + self._patience_s:
                     self._kill_all(kill)
                 if time.monotonic() > self._asked_to_end[0] + self._patience_s + 2:
                     return True
-            sleep(POLL_S if quiet or self._looks >= SURE_LOOKS else POLL_S / 5)
+            sleep(POLL_S if seen or started is None else POLL_S / 10)
 
     def _is_there(self) -> bool:
-        """Whether a process of the harness's container runs."""
-        others = first_processes(self._proc, self._own)
-        before = self._read_before()
-        if before is None:
-            return bool(others)
-        if not before["containers"]:
-            self._was_there = (
-                self._was_there or last_pid(self._proc) > before["last"] or others not in ([], [before["hook"]])
-            )
-            return bool(others)
-        found = {pid: container_of(self._proc, pid) for pid in others}
-        new = [pid for pid, container in found.items() if container and container not in before["containers"]]
-        # While a container is made, its runtime's own processes come first, and are moved from one group to another.
-        if self._looks < SURE_LOOKS and new:
-            seen = new[0], found[new[0]]
-            self._looks = self._looks + 1 if seen == self._first else 1
-            self._first = seen
-        elif self._first is not None and found.get(self._first[0]):
-            self._first = self._first[0], found[self._first[0]]
-        alone = len(before["containers"]) == 2
-        self._was_there = (
-            self._was_there or self._first is not None or (alone and last_pid(self._proc) > before["last"])
-        )
-        return self._first is not None and self._first[1] in found.values()
+        """Whether a first process of the harness's container runs. One that was seen counts whatever it does to its
+        mounts, and as long as anything of it is there: its first thread may end before the others."""
+        self._there = [pid for pid in self._there if is_first(self._proc, pid)] or [
+            pid for pid in processes(self._proc) if is_first(self._proc, pid) and has_mounted(self._proc, pid)
+        ]
+        return bool(self._there)
 
-    def _read_before(self) -> dict[str, Any] | None:
-        if self._before is None:
-            try:
-                with open(os.path.join(self._folder, BEFORE), encoding="utf-8") as file:
-                    self._before = json.load(file)
-            except FileNotFoundError:
-                return None
-        return self._before
+    def _ids_were_given_away(self) -> bool:
+        try:
+            with open(os.path.join(self._out, LAST_PID), encoding="utf-8") as file:
+                return last_pid(self._proc) != int(file.read())
+        except (FileNotFoundError, ValueError):
+            return False
 
     def _kill_all(self, kill: Callable[[int, int], None]) -> None:
         for pid in processes(self._proc):
-            if pid not in (1, self._own):
+            if pid not in (1, os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
 
@@ -422,29 +399,22 @@ def processes(proc: str) -> list[int]:
     return sorted(int(name) for name in os.listdir(proc) if name.isdigit())
 
 
-def first_processes(proc: str, own: int) -> list[int]:
-    """The first processes of the other containers: those without a parent, except the pod's init."""
-    found = []
-    for pid in processes(proc):
-        if pid in (1, own):
-            continue
-        try:
-            with open(os.path.join(proc, str(pid), "stat"), encoding="utf-8", errors="replace") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == "0" and state not in ("Z", "X"):
-            found.append(pid)
-    return found
-
-
-def container_of(proc: str, pid: int) -> str:
-    """What tells a process's container from others: its cgroups; nothing where the process is gone."""
+def is_first(proc: str, pid: int) -> bool:
+    """Whether a process is there and has no parent in this namespace."""
     try:
-        with open(os.path.join(proc, str(pid), "cgroup"), encoding="utf-8", errors="replace") as file:
-            return file.read()
+        with open(os.path.join(proc, str(pid), "stat"), encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[1:2] == ["0"]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def has_mounted(proc: str, pid: int) -> bool:
+    """Whether a process sees the folder that only the harness's container has; see proc(5), mountinfo."""
+    try:
+        with open(os.path.join(proc, str(pid), "mountinfo"), encoding="utf-8", errors="replace") as file:
+            return any(line.split()[4:5] == [STARTED_AT] for line in file)
     except OSError:
-        return ""
+        return False
 
 
 def last_pid(proc: str) -> int:

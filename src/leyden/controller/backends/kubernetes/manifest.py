@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from leyden.controller.backends.kubernetes.document import render_document, unexpanded
+from leyden.controller.backends.kubernetes.keeper import STARTED, STARTED_AT
 from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.backends.kubernetes.verdict import KEEPER
 from leyden.controller.environment import reaching
@@ -198,13 +199,14 @@ def _complete_containers(pod: Object, pods: Pods, program: Program, name: str) -
             path = f"spec.template.spec.{kind}[{i}]"
             own = _environment(container, path, variables)
             container["env"] = list((_whole(own, variables, program) if container is main[0] else own).values())
-    _set_mounts(
-        main[0], [_mount("leyden", WORKSPACE, subPath="workspace"), _mount("leyden-files", FILES, readOnly=True)]
-    )
+    mounts = [_mount("leyden", WORKSPACE, subPath="workspace"), _mount("leyden-files", FILES, readOnly=True)]
+    if not program.grade:
+        mounts.append(_mount("leyden", STARTED_AT, subPath=STARTED, readOnly=True))
+    _set_mounts(main[0], mounts)
     pod["volumes"] = [*_list(pod, "volumes", "spec.template.spec."), *_volumes(pods, program, name)]
     pod["initContainers"] = [_before(pods, program, name), *theirs.get("initContainers", [])]
     if not program.grade:
-        # Directly before the harness, so that the next container that starts is the one whose end it waits for.
+        # Before the harness: containers start one after the other, and the keeper must watch by then.
         place = theirs["containers"].index(main[0])
         theirs["containers"].insert(place, _keeper(pods, program, name))
     pod["containers"] = theirs["containers"]

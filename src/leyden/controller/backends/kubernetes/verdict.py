@@ -172,12 +172,13 @@ def _after_harness(
     unsaved = _unsaved_by_the_agent(pod)
     if exit_.error is None and exit_.killed in OWN_ENDS and unsaved:
         exit_ = replace(exit_, killed=OVER_LIMIT, note=unsaved)
+    saved = _saved(pod) and not (reason is None and unix_time(_keeper(pod).get("finishedAt")) < started)
     over = uid_of(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
     kept = _keeper(pod)
     if kept or over or not container_of(pod, {KEEPER}):
-        why = None if _saved(pod) or exit_.error else _keeper_failed(pod) or _disruption(pod)
+        why = None if saved or exit_.error else _keeper_failed(pod) or _disruption(pod)
         certain = exit_.error is None and (bool(kept) or not container_of(pod, {KEEPER}))
-        return Ended(replace(exit_, note=exit_.note or why), _saved(pod), certain)
+        return Ended(replace(exit_, note=exit_.note or why), saved, certain)
     if now < ended + patience.save_s:
         return Saving(exit_)
     return Ended(replace(exit_, note=exit_.note or f"the workspace was not saved within {patience.save_s:g} s"))
@@ -419,7 +420,9 @@ def _saved(pod: Object) -> bool:
 
 def _keeper_failed(pod: Object) -> str | None:
     done = _keeper(pod)
-    if not done.get("exitCode"):
+    if done.get("exitCode") == 0:
+        return "the workspace was saved before the harness started"
+    if not done:
         return None
     message = done.get("message", "").strip().splitlines()
     return _short(f"the workspace was not saved: {message[-1] if message else done.get('reason')}")

@@ -22,6 +22,7 @@ import pytest
 from leyden.config import RunConfig
 from leyden.controller.backends import launcher
 from leyden.controller.backends.launcher import Launcher, LauncherSettings, socket_path
+from leyden.controller.backends.leyden_launcher import late
 from leyden.controller.jobs import Exit, Job
 from leyden.errors import LaunchError
 from tests.controller.conftest import controlling
@@ -364,6 +365,36 @@ async def test_late_imports_of_the_first_job_are_preloaded_for_the_next(tmp_path
     assert (first, second) == ("False False\n", "True False\n")
 
 
+async def test_models_that_the_first_job_used_are_built_for_the_next(tmp_path: Path, gone: Left) -> None:
+    (tmp_path / "sdk.py").write_text(
+        "from __future__ import annotations\n"
+        "from pydantic import BaseModel\n"
+        "class Lazy(BaseModel, defer_build=True):\n"
+        "    name: Text\n"
+        "class Used(Lazy): done: list[Text] = []\n"
+        "class Unused(Lazy): pass\n"
+        "Text = str\n"
+    )
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import sdk\n"
+        "print(sdk.Used.__pydantic_complete__, sdk.Unused.__pydantic_complete__)\n"
+        "print(sdk.Used(name='a', done=['b']).model_dump())\n"
+    )
+    path = {"PYTHONPATH": str(tmp_path)}
+    async with Runner(tmp_path, preload=("sdk",), environment=path) as runner:
+        _, first = await runner.run("a", "python", str(script), fork=True, learn=True, **path)
+        await wait_until(lambda: "and built 1 models" in (tmp_path / "launcher.log").read_text())
+        _, second = await runner.run("b", "python", str(script), fork=True, learn=True, **path)
+    said = "{'name': 'a', 'done': ['b']}\n"
+    assert (first, second) == (f"False False\n{said}", f"True False\n{said}")
+
+
+@pytest.mark.parametrize("report", ["7", "[1]", '{"imports": 3, "models": [{}]}', '{"imports": ["no_such"], "x": 1}'])
+def test_a_report_that_a_job_has_forged_does_no_harm(report: str) -> None:
+    assert late.take_in(json.loads(report))["models"] == []
+
+
 async def test_preload_that_fails_or_leaves_a_thread_is_refused(tmp_path: Path, gone: Left) -> None:
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='ticker').start()\n"
@@ -430,11 +461,11 @@ async def test_a_forked_job_finds_the_module_path_of_a_fresh_interpreter(tmp_pat
     async with Runner(tmp_path, preload=("json",)) as runner:
         _, fresh = await runner.run("a", sys.executable, str(script))
         _, forked = await runner.run("b", sys.executable, str(script), fork=True, learn=True)
-        await wait_until((tmp_path / "state/late_imports.json").exists)
+        await wait_until((tmp_path / "state/late.json").exists)
     assert forked.splitlines()[0] == fresh.splitlines()[0]
     names = ast.literal_eval(forked.splitlines()[1])
     assert names and all(name.partition(".")[0] == "leyden_launcher" for name in names)
-    assert "launcher" not in (tmp_path / "state/late_imports.json").read_text()
+    assert "launcher" not in (tmp_path / "state/late.json").read_text()
 
 
 async def test_kill_reaches_the_whole_tree_and_says_why(tmp_path: Path, gone: Left) -> None:

@@ -12,6 +12,7 @@ import time
 import types
 from typing import Any, Dict, NoReturn  # noqa: UP035  (evaluated, and Python 3.9 must do it)
 
+from . import late
 from .cgroups import Group
 from .files import write_json
 from .processes import SIGNALS
@@ -93,7 +94,8 @@ def run_here(job: Job) -> NoReturn:
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     if job["learns"]:
-        report_late_imports(job, before)
+        with contextlib.suppress(OSError):
+            write_json(job["late"], late.report(before, job["dir"]))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -141,16 +143,3 @@ def call_entry(entry: list[str], argv: list[str]) -> Any:
         sys.path.insert(0, os.path.dirname(os.path.abspath(where[0])))
         runpy.run_path(where[0], run_name="__main__")
     return None
-
-
-def report_late_imports(job: Job, before: set[str]) -> None:
-    """Names imported since the fork, in order, without those that come from the job's own folder."""
-    here = os.path.realpath(job["dir"]) + os.sep
-
-    def foreign(name: str) -> bool:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        return path is not None and not os.path.realpath(path).startswith(here)
-
-    names = [n for n in list(sys.modules) if n not in before and n not in ("__main__", "__mp_main__") and foreign(n)]
-    with contextlib.suppress(OSError):
-        write_json(job["late_imports"], names)

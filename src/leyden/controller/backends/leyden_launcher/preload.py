@@ -1,7 +1,4 @@
-"""Modules that forks find imported: those of `preload`, then what the first forked job imported late.
-
-Late imports are tried in a fork first (the probe), so that one that starts a thread or hangs does no harm.
-"""
+"""Modules that forks find imported: those of `preload`, then what the first forked job needed besides (`late`)."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from collections.abc import Callable
 from .files import log, read_json, write_json
 from .huge_pages import use_huge_pages
 from .job import Job
+from .late import take_in
 from .processes import fork, threads
 
 PROBE_LIMIT_S = 60.0
@@ -25,8 +23,8 @@ PROBE_LIMIT_S = 60.0
 class Preload:
     def __init__(self, names: list[str], state: str) -> None:
         self.names = names
-        self.late_path = os.path.join(state, "late_imports.json")
-        self.safe_path = os.path.join(state, "safe_imports.json")
+        self.late_path = os.path.join(state, "late.json")
+        self.safe_path = os.path.join(state, "safe.json")
         self.scripts: dict[str, tuple[str, str]] = {}
         self.can_fork = True
         self.learn = "wanted" if names else "off"
@@ -52,12 +50,12 @@ class Preload:
         return None
 
     def prepare(self, job: Job) -> None:
-        """Say in the job how it is run, and whether it reports its late imports."""
+        """Say in the job how it is run, and whether it reports what it did late."""
         job["entry"] = self.entry(job)
         job["learns"] = bool(job["entry"]) and job.get("learn", True) and self.learn == "wanted"
         if job["learns"]:
             self.learn = "running"
-            job["late_imports"] = self.late_path
+            job["late"] = self.late_path
 
     def entry(self, job: Job) -> list[str] | None:
         """How a forked interpreter runs the command: a (module, attribute), a file, a module; None to exec
@@ -78,8 +76,8 @@ class Preload:
 
     def start_probe(self, leave: Callable[[], None]) -> None:
         """The job that learns has ended. `leave` closes in the probe what belongs to the launcher."""
-        names = read_json(self.late_path)
-        if names is None:
+        found = read_json(self.late_path)
+        if found is None:
             self.learn = "wanted"
             return
         try:
@@ -91,7 +89,7 @@ class Preload:
             with contextlib.suppress(BaseException):
                 leave()
                 os.setsid()
-                write_json(self.safe_path, import_until_thread(names))
+                write_json(self.safe_path, take_in(found))
             os._exit(0)
         self.learn = "probing"
         self.probe = pid
@@ -102,31 +100,16 @@ class Preload:
             os.kill(self.probe, signal.SIGKILL)
 
     def take_probe(self) -> None:
-        """Import what the probe found harmless. If a thread is alive all the same, nothing is forked any
-        more.
-        """
+        """Do what the probe found harmless. If a thread is alive all the same, nothing is forked any more."""
         self.probe = None
         self.learn = "off"
-        count = len(import_until_thread(read_json(self.safe_path) or []))
+        done = take_in(read_json(self.safe_path))
         alive = threads()
         if alive:
             self.can_fork = False
             log(f"late imports left {alive} alive; jobs are started without preloading from now on")
         freeze()
-        log(f"imported {count} modules that the first job imported late")
-
-
-def import_until_thread(names: list[str]) -> list[str]:
-    """Import what can be imported; stop before the first module after which a thread is alive."""
-    done = []
-    for name in names:
-        if name not in sys.modules:
-            with contextlib.suppress(BaseException):
-                importlib.import_module(name)
-        if threads():
-            break
-        done.append(name)
-    return done
+        log(f"imported {len(done['imports'])} modules and built {len(done['models'])} models as the first job did late")
 
 
 def console_scripts() -> dict[str, tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,7 +169,7 @@ class Pauses:
                 await sleep(3600)
             await sleep(0)
 
-        monkeypatch.setattr(watch_module.asyncio, "sleep", note)
+        monkeypatch.setattr(watch_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": note}))
 
 
 @pytest.mark.parametrize(

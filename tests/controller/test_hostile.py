@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from leyden.controller.jobs import read_exit
 from leyden.controller.launch import attempt_paths
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
+from tests.controller.hostile import LEFTOVERS, NEST, STAYS, Leftover
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -30,12 +31,19 @@ SEES_TASK = [
     "import json, os; from leyden.client import post_reward; "
     "post_reward(json.load(open(os.environ['LEYDEN_TASK']))['answer'] + len(os.listdir('.')) / 4)",
 ]
-NEST = "import os\nfor _ in range({n}):\n os.mkdir('{name}')\n os.chdir('{name}')\n"
 
 
 def nested(folder: Path, depth: int, name: str = "d") -> None:
     folder.mkdir()
     subprocess.run([sys.executable, "-c", NEST.format(n=depth, name=name)], cwd=folder, check=True)
+
+
+@pytest.fixture(autouse=True)
+def _etc_stays() -> Iterator[None]:
+    """Scripts put links to /etc in the way: nothing is written through one."""
+    before = Path("/etc").stat().st_mtime_ns
+    yield
+    assert Path("/etc").stat().st_mtime_ns == before
 
 
 async def two_rollouts(config: RunConfig) -> list[dict[str, Any]]:
@@ -48,37 +56,12 @@ async def two_rollouts(config: RunConfig) -> list[dict[str, Any]]:
             return await gateway.ended()
 
 
-@pytest.mark.parametrize(
-    ("script", "left"),
-    [
-        (f'exec {sys.executable} -c "{NEST.format(n=1500, name="d")}"', 1),
-        (f'exec {sys.executable} -c "{NEST.format(n=40, name="d" * 200)}"', 1),
-        ("rm -rf $PWD", 0),
-        ("d=$PWD; cd /; rm -rf $d; echo x > $d", 0),
-        ("d=$PWD; cd /; rm -rf $d; ln -s /etc $d", 0),
-        ("d=$PWD; cd /; rm -rf $d; mkfifo $d", 0),
-        ("touch a; chmod 0 .", 1),
-        ("mkdir -p a/b/c; chmod 300 a/b/c a/b a", 1),
-        ("echo x > ../grade", 0),
-        ("mkdir ../exit.json ../kill.json; touch ../exit.json/x", 0),
-        ("mkdir ../grade; echo '[]' > ../grade/exit.json", 0),
-        ("rm ../task.json", 0),
-        ("echo '{' > ../task.json", 0),
-        ("rm ../task.json; mkdir -p ../task.json/x", 0),
-        ("d=$(dirname $PWD); cd /; rm -rf $d", 0),
-        ("d=$(dirname $PWD); cd /; rm -rf $d; echo x > $d", 0),
-        ("d=$(dirname $PWD); cd /; rm -rf $d; ln -s /etc $d", 0),
-        pytest.param(
-            "touch a; chattr +i a . ..", 1, marks=pytest.mark.skipif(not AS_ROOT, reason="only root makes immutable")
-        ),
-    ],
-)
-async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left, script: str, left: int) -> None:
-    made = config(
-        f"if grep -q hostile ../task.json; then {script}; fi", grader={"command": SEES_TASK}, workspace={"keep": "none"}
-    )
+@pytest.mark.parametrize("hostile", [one for one in LEFTOVERS if one.possible])
+async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left, hostile: Leftover) -> None:
+    script = f"if grep -q hostile ../task.json; then {hostile.script}; fi"
+    made = config(script, grader={"command": SEES_TASK}, workspace={"keep": "none"})
     first, second = await two_rollouts(made)
-    assert (first["state"], first["attempt"], first["reward"]) == ("succeeded", 1, 7.0 + left / 4)
+    assert (first["state"], first["attempt"], first["reward"]) == ("succeeded", 1, 7.0 + hostile.files / 4)
     assert (second["state"], second["attempt"], second["reward"]) == ("succeeded", 1, 8.0)
     for rollout_id in ("r1", "r2"):
         paths = attempt_paths(made.run_dir, rollout_id, 1)
@@ -86,19 +69,7 @@ async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left,
         assert "workspace" not in names and workspace.SETTLED in names
 
 
-STOPS_LAUNCHER = "kill -STOP $(ps -o ppid= -p $PPID)"
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "kill -STOP $PPID; sleep 300",
-        "(while :; do kill -STOP $PPID; sleep 0.01; done) & sleep 300",
-        f"{STOPS_LAUNCHER}; kill -STOP $PPID; sleep 300",
-        "setsid sh -c 'kill -STOP $$' & kill -STOP $PPID $$",
-        f"exec {sys.executable} -c 'import os\nfor _ in range(7): os.fork()\nimport time; time.sleep(300)'",
-    ],
-)
+@pytest.mark.parametrize("script", STAYS)
 async def test_a_time_out_ends_what_stops_those_who_watch_it(config: Config, gone: Left, script: str) -> None:
     made = config(script, harness={"timeout_s": 1})
     async with FakeGateway() as gateway:

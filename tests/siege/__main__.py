@@ -1,6 +1,6 @@
 """python -m tests.siege [--small] [--seed N] [--only PART...]
 
-Parts: mutants, bodies, train (kills), services (kills). Everything is bounded; a fault is exit status 1.
+Parts: mutants, bodies, train (kills), services (kills), leftovers. Everything is bounded; a fault is exit status 1.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from leyden.run_file import load
 from tests.qwen_tokenizers import qwen_tokenizer_folder
 from tests.siege.bodies import bodies
 from tests.siege.kills import campaign
+from tests.siege.leftovers import leftovers
 from tests.siege.mutants import Outcome, mutants
 from tests.siege.programs import SECRET, Program, free_port, gateway_url, until, watched
 from tests.tiny_model import make_tiny_model
@@ -31,8 +32,8 @@ from tests.tiny_model import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 32_768
 SHOWN_FAULTS = 20
-FULL = {"mutants": 50_000, "bodies": None, "train": 50, "services": 50}
-SMALL = {"mutants": 3_000, "bodies": 4, "train": 3, "services": 5}
+FULL = {"mutants": 50_000, "bodies": None, "train": 50, "services": 50, "leftovers": None}
+SMALL = {"mutants": 3_000, "bodies": 4, "train": 3, "services": 5, "leftovers": "small"}
 
 
 def main() -> int:
@@ -142,6 +143,7 @@ PARTS = {
     "bodies": _bodies,
     "train": _kills("train"),
     "services": _kills("services"),
+    "leftovers": lambda folder, size, seed: leftovers(folder, small=size == "small"),
 }
 
 if __name__ == "__main__":

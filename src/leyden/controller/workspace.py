@@ -47,7 +47,7 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
 
 def settle(paths: AttemptPaths) -> None:
     """Note that the attempt is over and cleaned up after. Raises OSError."""
-    if paths.root.is_dir() and not paths.root.is_symlink():
+    if paths.root.is_dir() and not (paths.root.is_symlink() or paths.root.parent.is_symlink()):
         open_up(str(paths.root))
         (paths.root / SETTLED).touch(mode=0o600)
 
@@ -57,13 +57,16 @@ def unsettled(run_dir: Path) -> list[tuple[str, int]]:
     return [
         (folder.parent.name, int(folder.name))
         for folder in (run_dir / "attempts").glob("*/*")
-        if is_plain_name(folder.parent.name) and _NUMBER.fullmatch(folder.name) and not _is_settled(folder)
+        if is_plain_name(folder.parent.name)
+        and not folder.parent.is_symlink()
+        and _NUMBER.fullmatch(folder.name)
+        and not _is_settled(folder)
     ]
 
 
 def _is_settled(folder: Path) -> bool:
     try:
-        return folder.is_symlink() or (folder / SETTLED).exists()
+        return folder.is_symlink() or folder.parent.is_symlink() or (folder / SETTLED).exists()
     except OSError:  # no folder any more, or one without permissions
         return False
 
@@ -88,6 +91,7 @@ def ready_to_grade(task: Json, paths: AttemptPaths, number: int) -> None:
     an agent that wrecks what is to be graded is graded on the wreck. Raises LaunchError.
     """
     try:
+        own_folder(paths.root.parent)
         own_folder(paths.root)
         remove(paths.task)
         _write_private(paths.task, json.dumps(task, ensure_ascii=False))

@@ -116,6 +116,8 @@ class LocalBackend:
 
     async def forget(self, attempt: Attempt, *, keep: bool) -> None:
         paths = self._paths(attempt.rollout_id, attempt.attempt)
+        if paths.root.parent.is_symlink():
+            return  # nothing below is the attempt's
         private = [paths.tmp, paths.grade_tmp] if self._view else []
         for folder in [*private, *([] if keep else [paths.workspace])]:
             await asyncio.to_thread(workspace.remove, folder)

@@ -33,28 +33,34 @@ def read_json(path: str) -> Any:
         return None
 
 
-def write_plain(path: str, value: object) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+def write_new(path: str, value: object) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump(value, file)
 
 
 def write_json(path: str, value: object) -> None:
-    """Complete or not at all."""
-    temporary = f"{path}.tmp{os.getpid()}"
-    write_plain(temporary, value)
+    """Complete or not at all. Nobody can know the name that it has before."""
+    temporary = f"{path}.{os.urandom(8).hex()}"
+    write_new(temporary, value)
     os.replace(temporary, path)
 
 
 def publish(path: str, value: object) -> None:
-    """The same where strangers could write: what they put in the way goes, a folder that they took away is made."""
+    """The same where strangers could write: what they put in the way goes, a folder that they took away or made a link
+    is made. The file's folder and the one above are theirs.
+    """
+    folder = os.path.dirname(path)
+    folders = (os.path.dirname(folder), folder)
     try:
+        if any(map(os.path.islink, folders)):
+            raise NotADirectoryError(path)
         write_json(path, value)
     except OSError:
-        folder = os.path.dirname(path)
-        if not os.path.isdir(folder) or os.path.islink(folder):
-            remove(folder)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        open_up(folder)
+        for each in folders:
+            if os.path.islink(each) or not os.path.isdir(each):
+                remove(each)
+            os.makedirs(each, mode=0o700, exist_ok=True)
+            open_up(each)
         remove(path)
         write_json(path, value)
 

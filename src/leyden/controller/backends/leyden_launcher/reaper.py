@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from . import cgroups
 from .capped_log import READ_BYTES, CappedLog
 from .disk import DiskWatch
-from .files import log, publish, read_json, write_json, write_plain
+from .files import log, publish, read_json, write_json, write_new
 from .forward import forward
 from .job import Job, start_job
 from .processes import SIGNALS, children, descendants, drain, kill_all, kill_tree, start_ticks, subreaper, wake_pipe
@@ -124,8 +124,8 @@ class Reaper:
         }
         record["started"] = self.started
         self.record = record
-        temporary = f"{self.record_path}.{os.getpid()}"
-        write_plain(temporary, record)
+        temporary = f"{self.record_path}.{os.urandom(8).hex()}"
+        write_new(temporary, record)
         try:
             os.link(temporary, self.record_path)
         except FileExistsError:

@@ -176,6 +176,14 @@ async def test_a_name_that_is_being_deleted_is_not_waited_for(config: Config, cl
     assert names(cluster) != [job_name(program(made))]
 
 
+async def test_names_that_stay_being_deleted_end_the_wait(config: Config, cluster: FakeCluster) -> None:
+    cluster.faults.extend([(409, 'object is being deleted: jobs.batch "x" already exists')] * 1000)
+    async with opened(settings(config, cluster, controller={"start_timeout_s": 0.05})) as (backend, _):
+        with pytest.raises(LaunchError, match=r"the cluster took no Job for r\.1: .*object is being deleted"):
+            await backend.start_harness(claim())
+    assert cluster.things == {}
+
+
 async def test_a_stranger_s_job_of_that_name_is_left_alone(config: Config, cluster: FakeCluster) -> None:
     """Case K10."""
     made = settings(config, cluster)

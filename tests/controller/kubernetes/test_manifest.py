@@ -272,6 +272,7 @@ def test_kubernetes_expands_nothing_in_a_value() -> None:
         ("labels: {a-{{ task.v }}: 1}", "'x' is printed as a key"),
         ("a: &x [1]\nb: [*x, *x]", "aliases are refused"),
         ("- 1", "holds list, not a Job"),
+        (r'a: "\{{ task.v }}"', "a backslash stands before a printed value in double quotes; write two"),
         ("a: {% filter upper %}{{ task.v }}{% endfilter %}", "blocks of set and filter are refused"),
         ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],

@@ -98,3 +98,13 @@ async def test_the_file_stays_small(tmp_path: Path) -> None:
         await limiter.room()
         assert len((tmp_path / "created").read_text().splitlines()) <= 40
     assert clock.time == NOON + 49 * 60
+
+
+async def test_a_file_that_cannot_be_written_or_read_holds_nothing_up(tmp_path: Path) -> None:
+    """A full disk, say."""
+    clock = Clock()
+    (tmp_path / "created").mkdir()
+    limiter = rate(clock, tmp_path, limit=2, existing=[NOON - 20])
+    for _ in range(30):
+        await limiter.room()
+    assert clock.time == NOON + 14 * 60 + 40

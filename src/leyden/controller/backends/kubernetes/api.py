@@ -126,14 +126,21 @@ class KubernetesApi:
         In this order, since a pod that finds no Secret waits a minute and more before it looks again. A Secret that is
         there already is this attempt's own: names are never used twice.
         """
-        with contextlib.suppress(ObjectExists):
+        name, is_new = manifest.secret["metadata"]["name"], True
+        try:
             await self.create(SECRETS, manifest.secret)
+        except ObjectExists:
+            is_new = False
         try:
             job = await self.create(JOBS, manifest.job)
+        except ObjectBeingDeleted:
+            if is_new:  # the one of the Job that is being deleted goes with it
+                await self.delete_secret(name)
+            raise
         except (ClusterUnavailable, ObjectExists):
             raise
         except ClusterError:
-            await self.delete_secret(manifest.secret["metadata"]["name"])
+            await self.delete_secret(name)
             raise
         await self.own_secret(job)
         return job

@@ -377,11 +377,11 @@ class KubernetesBackend:
             try:
                 job = await self._created_or_ours(program)
                 break
-            except ObjectBeingDeleted:
-                program = replace(program, again=program.again + 1)
-            except (QuotaExceeded, ClusterUnavailable) as error:
+            except (ObjectBeingDeleted, QuotaExceeded, ClusterUnavailable) as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(f"the cluster took no Job for {program.job_id}: {error}") from error
+                if isinstance(error, ObjectBeingDeleted):
+                    program = replace(program, again=program.again + 1)
                 self._events.waiting(program.job_id, str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

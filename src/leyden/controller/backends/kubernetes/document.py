@@ -60,11 +60,11 @@ def render_document(template: str, known: Mapping[str, Any]) -> Object:
         raise LaunchError(f"kubernetes.template is not YAML: {readable(str(error))}") from None
     document = _Filled(mark, values).fill(tree, ())
     try:
-        changed = nonce in json.dumps(document, allow_nan=False).lower()
+        broken = nonce in json.dumps(document, allow_nan=False)
     except ValueError as error:
         raise LaunchError(f"kubernetes.template: {error}") from None
-    if changed:
-        raise LaunchError("kubernetes.template: a {% filter %} block changes a printed value; use | on the value")
+    if broken:  # "\\{{ value }}": the backslash and the mark's first letter are a character of YAML
+        raise LaunchError("kubernetes.template: a backslash stands before a printed value in double quotes; write two")
     if not isinstance(document, dict):
         raise LaunchError(f"kubernetes.template holds {type(document).__name__}, not a Job")
     return document

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 MINUTE_S = 60.0
 
 
 class CreationRate:
     """At most `limit` creations begin in any MINUTE_S. `path` remembers when those of the last minute did, one Unix
-    time a line: a Job that is made and gone again between two controllers counts as well.
+    time a line: a Job that is made and gone again between two controllers counts as well. A file that cannot be written
+    holds nothing up: the Jobs that exist are counted after a start too.
     """
 
     def __init__(
@@ -47,10 +50,10 @@ class CreationRate:
             self._note()
 
     def _written(self) -> list[float]:
-        """Nothing, where the file is missing or damaged."""
+        """Nothing, where the file is missing, damaged, or cannot be read."""
         try:
             return [float(line) for line in self._path.read_text().splitlines()]
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return []
 
     def _recent(self, times: Iterable[float]) -> list[float]:
@@ -63,13 +66,22 @@ class CreationRate:
         if self._lines >= 10 * self._limit:
             self._write()
             return
-        with self._path.open("a") as file:
-            file.write(f"{self._times[-1]}\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(f"{self._times[-1]}\n")
+        except OSError as error:
+            self._is_not_kept(error)
         self._lines += 1
 
     def _write(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = self._path.with_name(self._path.name + ".part")
-        part.write_text("".join(f"{t}\n" for t in self._times))
-        part.replace(self._path)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_text("".join(f"{t}\n" for t in self._times))
+            part.replace(self._path)
+        except OSError as error:
+            self._is_not_kept(error)
         self._lines = len(self._times)
+
+    def _is_not_kept(self, error: OSError) -> None:
+        log.warning("when Jobs were made is not kept in %s: %s", self._path, error)

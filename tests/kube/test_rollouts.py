@@ -71,6 +71,15 @@ async def test_every_ending_has_its_class_and_reason(place: Place) -> None:
         await it.nothing_left()
 
 
+async def test_a_harness_posts_its_own_reward(place: Place) -> None:
+    """With its own key. One that failed before it did so has earned nothing."""
+    tasks = [{"script": f"{CALL} && echo 0.5 > score && {GRADE}"}, {"script": f"{CALL}; exit 3"}]
+    async with run(*place, grader={"command": None, "harness": True}) as it:
+        found = await it.ended(await it.add(tasks), 120)
+        assert brief(found) == [(SUCCEEDED, None, 0.5, 1), (FAILED, AGENT, 0.0, 1)]
+        await it.nothing_left()
+
+
 async def test_what_others_take_away_is_run_again(place: Place) -> None:
     """Cases K03, K07: a deleted pod, a deleted Job, an eviction that was asked for; each void at once."""
     tasks = [good(score, first=once(FOREVER)) for score in (0.2, 0.4, 0.6)]

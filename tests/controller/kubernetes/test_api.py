@@ -159,7 +159,7 @@ async def test_nothing_secret_is_logged(
     caplog.set_level(logging.DEBUG)
     server.calls = [refusal(422, "invalid")]
     with pytest.raises(ClusterError) as raised:
-        await api.create_job(Manifest({"a": "CANARY-1"}, {"metadata": {}}))
+        await api.create_job(Manifest({"a": "CANARY-1"}, {"metadata": {"name": "x"}}))
     assert "CANARY" not in caplog.text + str(raised.value)
 
 

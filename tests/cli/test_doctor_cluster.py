@@ -76,11 +76,15 @@ def test_images():
 
 
 def test_the_gateway_from_a_pod():
-    assert lines(cluster.judge_reach(answered(200), URL, ours=False)) == [
+    unknown = '{"error":{"message":"there is no rollout \'doctor\'"}}'
+    assert lines(cluster.judge_reach(answered(404, unknown), URL, ours=False)) == [
         f"ok: reach: pods reach {URL}", f"ok: pod key: {URL} takes an agent's key from a pod",
     ]  # fmt: skip
     assert lines(cluster.judge_reach(answered(401, "not issued by this run"), URL, ours=False))[1] == (
         f"problem: pod key: {URL} answers a pod's key with 401: not issued by this run"
+    )
+    assert lines(cluster.judge_reach(answered(404, "Not Found"), URL, ours=False))[1] == (
+        f"problem: pod key: {URL} answers a pod's key with 404: Not Found"
     )
     (far, skipped) = cluster.judge_reach(answered(None, "timed out"), URL, ours=False)
     assert (far.level, far.what) == (Level.PROBLEM, f"pods do not reach {URL}: timed out")

@@ -14,10 +14,14 @@ import aiohttp
 import pytest
 import zstandard
 
+from leyden.doctor.cluster import agent_key, judge_reach
+from leyden.doctor.findings import Level
+from leyden.doctor.probe import ask
+from leyden.doctor.probing import Probed
 from leyden.gateway.app import _announce
 from leyden.gateway.bounded_http import HEAD_BYTES, BoundedHttp
 from leyden.gateway.render import ModelRenderer
-from tests.gateway.conftest import Gateway, make_config, serving
+from tests.gateway.conftest import SECRET, Gateway, make_config, serving
 from tests.gateway.test_workspaces import get, put
 
 CHAT = "/v1/chat/completions"
@@ -216,6 +220,14 @@ async def test_a_hand_in_that_its_sender_gave_up_is_no_bug(gateway: Gateway, cap
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_gateway_recognises_the_doctor_s_key(gateway: Gateway) -> None:
+    """As a pod asks it: a key of this run is told from others, although nobody runs under it."""
+    for secret, level in ((SECRET, Level.OK), (b"o" * 32, Level.PROBLEM)):
+        answer = await asyncio.to_thread(ask, gateway.url, agent_key(secret))
+        probed = Probed({}, result={"gateways": {gateway.url: answer}, "open": []})
+        assert [f.level for f in judge_reach(probed, gateway.url, ours=True)] == [Level.OK, level]
 
 
 # What an attempt may add

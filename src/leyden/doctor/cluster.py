@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from leyden.client import mint
 from leyden.config import RunConfig
+from leyden.doctor.access import NOBODY
 from leyden.doctor.findings import Finding, ok, problem, skipped, warning
 from leyden.errors import ConfigError
 from leyden.types import Claims, Json, Scope
@@ -99,7 +100,8 @@ def judge_reach(probed: Probed, url: str, *, ours: bool) -> list[Finding]:
         what = f"pods do not reach {url}: {answer['text']}"
         return [_unreached(what, ours=ours), skipped("pod key", "the gateway was not reached")]
     reached = ok("reach", f"pods reach {url}")
-    if answer["status"] == 200:
+    # A gateway reads the key before it looks for the rollout.
+    if answer["status"] == 404 and f"there is no rollout {NOBODY!r}" in answer["text"]:
         return [reached, ok("pod key", f"{url} takes an agent's key from a pod")]
     what = f"{url} answers a pod's key with {answer['status']}: {answer['text']}"
     return [reached, problem("pod key", what, "is that this run's gateway, with this run's LEYDEN_SECRET?")]
@@ -136,8 +138,8 @@ def restricts(policy: Object, labels: Json) -> bool:
 
 
 def agent_key(secret: bytes) -> str:
-    """An agent's key of no attempt: good for the list of models, and for nothing else."""
-    return mint(secret, Claims(Scope.AGENT, "doctor", 1, time.time() + KEY_S))
+    """An agent's key of no attempt: good for nothing but to be recognised."""
+    return mint(secret, Claims(Scope.AGENT, NOBODY, 1, time.time() + KEY_S))
 
 
 def _unreached(what: str, *, ours: bool) -> Finding:

@@ -20,7 +20,7 @@ CONNECT_S = 4.0
 
 
 def ask(url: str, key: str) -> dict[str, Any]:
-    """The status of the list of models at a gateway, or why there is none."""
+    """What a gateway answers to a key that asks for the list of models, or why it does not."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     headers = {"Authorization": "Bearer " + key}
     request = urllib.request.Request(url + "/v1/models", headers=headers)  # noqa: S310  (the run file's)

@@ -13,6 +13,7 @@ from tests.harnesses.cases import Case
 from tests.harnesses.run import FAULTS, Outcome
 
 SHORTEST_HOLD_S = 30.0
+PROBES = 1  # after a cut answer the gateway asks the engine for one token, with a prompt that also meets each fault
 COLUMNS = (
     "harness",
     "run",
@@ -40,7 +41,7 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
         "counts_equal": True,
         "exact": True,
         "refused": [],
-        "faults": case.turns * len(FAULTS) if outcome.mode == "faults" else 0,
+        "faults": (case.turns + PROBES) * len(FAULTS) if outcome.mode == "faults" else 0,
     }
     found = asdict(outcome)
     wrong = [f"{name} {found[name]}, not {value}" for name, value in expected.items() if found[name] != value]

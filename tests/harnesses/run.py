@@ -39,6 +39,7 @@ CONTEXT_TOKENS = 262_144
 PROMPT = "Run the shell command echo hi, then say done."
 LIMIT_S = 300.0
 FAULTS: tuple[Fault, ...] = ("429", "503", "cut")
+SET_FOR_HARNESSES = ("NODE_PATH", "TMUX_TMPDIR")  # where packages are found, where sockets may stay
 Mode = Literal["plain", "faults", "pause"]
 
 
@@ -155,6 +156,7 @@ def _config(case: Case, setup: Setup, folder: Path) -> RunConfig:
     """The launcher's section of a run file, in a run of its own."""
     harness = yaml.safe_load((HERE / "launchers" / case.file).read_text())["harness"]
     harness |= {"env": {**harness["env"], **case.env}, "timeout_s": LIMIT_S, "max_attempts": 1}
+    harness["pass_env"] = list(SET_FOR_HARNESSES)
     if isinstance(PACKAGES[case.package], Python):
         harness["python"] = str(installed() / case.package / "bin" / "python")
     document: dict[str, Any] = {

@@ -6,6 +6,7 @@ The harnesses themselves run under `make harnesses`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,5 @@ def test_problems_name_what_differs() -> None:
     assert problems(case, broken)[0] == "not finished: exit code None, reward None, TimeoutError: "
     forked = Outcome(**{**good.__dict__, "samples": 2, "forks": {"reply_rewritten": 1}})
     assert problems(case, forked) == ["forks {'reply_rewritten': 1}, not {}", "samples 2, not 1"]
+    assert problems(case, replace(good, mode="faults", faults=12)) == []
+    assert problems(case, replace(good, mode="faults", faults=9)) == ["faults 9, not 12"]

@@ -175,6 +175,6 @@ def test_every_number_refuses_one_that_is_not_finite(run_file):
     ]
     assert len(numbers) > 40
     for key in numbers:
-        for wrong in (".nan", ".inf", "-.inf", "-1.5", "true"):
+        for wrong in (".nan", ".inf", "-.inf", "true"):
             with pytest.raises(ConfigError):
                 load(run_file, [f"{key}={wrong}"])

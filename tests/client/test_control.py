@@ -95,7 +95,7 @@ async def test_every_call_has_its_route() -> None:
          "POST /api/rollouts/r1/exit", {"attempt": 2, "exit_code": 1, "timed_out": False, "reason": None}),
         (lambda c: c.finish("r1", 2), rollout, "POST /api/rollouts/r1/finish", {"attempt": 2, "reason": None}),
         (lambda c: c.infrastructure("r1", 2, "x"), {"rollout": rollout},
-         "POST /api/rollouts/r1/infrastructure", {"attempt": 2, "reason": "x"}),
+         "POST /api/rollouts/r1/infrastructure", {"attempt": 2, "reason": "x", "final": False}),
         (lambda c: c.cancel("r1", "x"), rollout, "POST /api/rollouts/r1/cancel", {"reason": "x"}),
         (lambda c: c.reward("r1", 2, 0.5), {}, "POST /api/reward", {"value": 0.5, "rollout_id": "r1", "attempt": 2}),
         (lambda c: c.post_event("r1", "k", {"a": 1}), {},

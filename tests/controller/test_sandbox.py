@@ -252,7 +252,7 @@ async def test_processes_of_others_are_not_there(config: Config, gone: Left, tmp
         ("kill -SEGV $$", -11, "killed by SIGSEGV"),
         ("kill -9 $$", -9, "killed by SIGKILL"),
         ("exit 137", 137, "exit 137"),
-        ("sh -c 'kill -9 $$'; exit $?", 137, "exit 137"),
+        ("sh -c 'kill -9 $$'; exit $?", 137, "exit 137; last words: Killed"),
         ("(sleep 0.05; kill -9 $$) & exec sleep 300", -9, "killed by SIGKILL"),
     ],
 )

@@ -346,8 +346,8 @@ async def test_a_cut_stream_asked_again_without_stream_is_the_same_call(gateway:
 async def test_errors_are_what_the_sdk_raises(gateway: Gateway) -> None:
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] has type 'document'") as caught:
-        await call(client, [{"role": "user", "content": [{"type": "document", "source": {}}]}])
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] has type 'mystery'") as caught:
+        await call(client, [{"role": "user", "content": [{"type": "mystery"}]}])
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: This model's maximum context length is 2"):
         await call(client, [{"role": "user", "content": "x y z " * 1000}])

@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 
 NEST = "import os\nfor _ in range({n}):\n os.mkdir('{name}')\n os.chdir('{name}')\n"
-STOPS_LAUNCHER = "kill -STOP $(ps -o ppid= -p $PPID)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,30 @@ LEFTOVERS = (
 )
 """Each harness ends, and is graded once."""
 
+LAUNCHER = "$(ps -o ppid= -p $PPID)"
+NEVER_STARTED = '{"exit_code": null, "signal": null, "started": 1, "ended": 2, "error": "x", "final": true}'
+CANCEL = '{"reason": "cancelled", "grace_s": 0}'
+KILLERS = (
+    "kill -9 $PPID; sleep 300",
+    "kill $PPID; sleep 300",
+    f"echo '{CANCEL}' > ../kill.json; kill $PPID; sleep 300",
+    f"echo '{NEVER_STARTED}' > ../exit.json; kill -9 $PPID; sleep 300",
+    "setsid sleep 300 & kill -9 $PPID $$",
+)
+"""Harnesses that kill what watches them."""
+
+KILL_BOTH = (
+    f"kill -9 {LAUNCHER} $PPID; sleep 300",
+    f"echo '{NEVER_STARTED}' > ../exit.json; kill -9 {LAUNCHER} $PPID; sleep 300",
+    f"echo '{NEVER_STARTED}' > ../exit.json; rm -r ../../../../launcher/jobs; kill -9 {LAUNCHER} $PPID; sleep 300",
+)
+"""And the launcher too."""
+
 STAYS = (
     "kill -STOP $PPID; sleep 300",
     "(while :; do kill -STOP $PPID; sleep 0.01; done) & sleep 300",
-    f"{STOPS_LAUNCHER}; kill -STOP $PPID; sleep 300",
+    f"kill {LAUNCHER}; sleep 300",
+    f"kill -STOP {LAUNCHER}; kill -STOP $PPID; sleep 300",
     "setsid sh -c 'kill -STOP $$' & kill -STOP $PPID $$",
     f"exec {sys.executable} -c 'import os\nfor _ in range(7): os.fork()\nimport time; time.sleep(300)'",
     "trap '' TERM INT HUP; setsid sh -c 'trap \"\" TERM; sleep 300' & sleep 300",

@@ -14,13 +14,14 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
+from leyden.controller.backends.leyden_launcher.files import FAILED
 from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.controller.backends.local import LocalBackend
-from leyden.controller.jobs import read_exit
+from leyden.controller.jobs import TIMEOUT, Exit, as_ordered, read_exit
 from leyden.controller.launch import attempt_paths
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
-from tests.controller.hostile import LEFTOVERS, NEST, STAYS, Leftover
+from tests.controller.hostile import KILL_BOTH, KILLERS, LEFTOVERS, NEST, STAYS, Leftover
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -79,6 +80,26 @@ async def test_a_time_out_ends_what_stops_those_who_watch_it(config: Config, gon
     assert (rollout["timed_out"], rollout["attempt"], rollout["reward"]) == (True, 1, 1.0)
 
 
+@pytest.mark.parametrize("script", [*KILLERS, *KILL_BOTH])
+async def test_who_kills_what_watches_it_has_failed_and_is_graded(config: Config, gone: Left, script: str) -> None:
+    made = config(script)
+    async with FakeGateway() as gateway:
+        gateway.add("r1")
+        async with controlling(made, gateway):
+            (rollout,) = await gateway.ended("r1")
+    assert (rollout["failure"], rollout["attempt"], rollout["reward"]) == ("agent", 1, 1.0)
+    assert (rollout["exit_code"], rollout["timed_out"]) == (-9, False)
+
+
+def test_a_reaper_that_failed_makes_its_job_void() -> None:
+    failed = Exit(None, None, 1.0, 2.0, killed=FAILED)
+    assert as_ordered(failed, None) == failed
+
+
+def test_what_was_ordered_counts_whatever_the_job_wrote_about_it() -> None:
+    assert as_ordered(Exit(None, 9, 1.0, 2.0, killed="cancelled"), TIMEOUT) == Exit(None, 9, 1.0, 2.0, killed=TIMEOUT)
+
+
 async def test_a_child_of_its_own_session_dies_also_when_launcher_and_reaper_were_killed(
     config: Config, gone: Left
 ) -> None:
@@ -89,7 +110,7 @@ async def test_a_child_of_its_own_session_dies_also_when_launcher_and_reaper_wer
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended()
             assert [line for line in gone() if "sleep 300" in line] == []
-    assert rollout["failure"] == "infrastructure"
+    assert (rollout["failure"], rollout["reward"]) == ("agent", 1.0)
 
 
 def _text(content: str) -> Callable[[Path], Any]:

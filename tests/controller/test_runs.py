@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from leyden.config import RunConfig
+from leyden.controller.jobs import WATCHER_KILLED
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
 from tests.controller.test_restart import appears, wait_until
@@ -302,10 +303,11 @@ async def test_attempt_folder_is_private(config: Config, gone: Left) -> None:
     assert oct((attempt_dir(made) / "task.json").stat().st_mode & 0o777) == "0o600"
 
 
-async def test_harness_that_kills_its_reaper_is_infrastructure(config: Config, gone: Left) -> None:
+async def test_harness_that_kills_its_reaper_has_failed(config: Config, gone: Left) -> None:
     made = config("kill -9 $PPID; sleep 300", harness={"max_attempts": 1})
     (rollout,) = await run(made)
-    assert rollout["failure"] == "infrastructure" and rollout["reason"].startswith("killed (lost)")
+    assert (rollout["failure"], rollout["exit_code"]) == ("agent", -9)
+    assert rollout["reason"].startswith(f"{WATCHER_KILLED} (killed by SIGKILL)")
 
 
 async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left) -> None:

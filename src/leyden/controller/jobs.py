@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from leyden.controller.backends.leyden_launcher.files import read_json
+from leyden.controller.backends.leyden_launcher.files import FAILED, LOST, read_json
 
 TIMEOUT = "timeout"
 CANCELLED = "cancelled"
-LOST = "lost"
 OVER_LIMIT = "limit"
+WATCHER_KILLED = "killed with what watched it, or told to end, by none of Leyden's programs"
 OWN_ENDS = (None, TIMEOUT, OVER_LIMIT)
 
 
@@ -94,6 +94,19 @@ class Exit:
 def lost(started: float, now: float) -> Exit:
     """The end of a job that nothing is known about any more."""
     return Exit(None, None, started, now, killed=LOST)
+
+
+def as_ordered(exit_: Exit, ordered: str | None) -> Exit:
+    """The end of a job that was seen to run: killed for the reason that was `ordered`, or by a limit, or by a signal.
+
+    A harness without a sandbox can kill what watches it, send it SIGTERM and write its kill.json. That is a way to
+    fail, as is killing itself, and no way out of being graded.
+    """
+    if exit_.killed in (None, OVER_LIMIT, FAILED):
+        return exit_
+    if ordered:
+        return replace(exit_, killed=ordered)
+    return replace(exit_, killed=None, exit_code=None, signal=signal.SIGKILL, note=WATCHER_KILLED)
 
 
 def read_exit(directory: Path) -> Exit | None:

@@ -3,7 +3,7 @@
 Concurrency: all methods run in one event loop. `supervise` reads the launcher's messages; when the connection
 ends it opens another one, to the same launcher or a new one, and sends again what was not answered: a job's
 id runs once whoever asks. A job that runs no longer and whose end was not seen is settled from its exit.json,
-else it is lost.
+else it is lost. What kills a job without an order of ours is taken for the job itself (`jobs.as_ordered`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leyden.controller.backends.leyden_launcher.processes import is_stopped
-from leyden.controller.jobs import Exit, Job, lost, read_exit
+from leyden.controller.backends.leyden_launcher.processes import is_stopped, kill_marked
+from leyden.controller.jobs import Exit, Job, as_ordered, lost, read_exit
 from leyden.errors import LaunchError
 
 PROGRAM = Path(__file__).with_name("leyden_launcher")
@@ -206,12 +206,16 @@ class Launcher:
         gone = {i: job for i, job in self._jobs.items() if i not in running}
         self._jobs = running
         for job_id, (directory, started) in gone.items():
-            self._end(job_id, read_exit(directory) or lost(started, time.time()))
+            found = read_exit(directory)
+            if found is None or found.error:  # no launcher has looked after it, and it could have written that itself
+                kill_marked(str(directory.parent if ".grade" in job_id else directory))
+                found = lost(started, time.time())
+            self._end(job_id, found)
 
     def _end(self, job_id: str, exit_: Exit) -> None:
         self._jobs.pop(job_id, None)
-        self._kills.pop(job_id, None)
-        self._on_end(job_id, exit_)
+        order = self._kills.pop(job_id, None)
+        self._on_end(job_id, as_ordered(exit_, order["reason"] if order else None))
 
     def _handle(self, message: dict[str, Any]) -> None:
         job_id, event = message["id"], message["event"]

@@ -13,6 +13,7 @@ from typing import Any
 from .removal import open_up, remove
 
 MOST_BYTES = 1 << 20
+LOST, FAILED = "lost", "its reaper failed; see launcher.log"  # `killed` of an exit.json that no reaper wrote
 
 
 def write_out(fd: int, data: bytes) -> None:

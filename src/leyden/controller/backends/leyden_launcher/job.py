@@ -18,6 +18,8 @@ from .files import write_json
 from .processes import SIGNALS
 from .sandboxed import CHANNEL, FINAL, MOST_NAME_CHARS, NEVER
 
+OOM_SCORE, OOM_MORE = "/proc/self/oom_score_adj", 100  # in thousandths of the machine's memory; see proc(5)
+
 Job = Dict[str, Any]  # noqa: UP006  (one start message)
 
 
@@ -42,6 +44,7 @@ def start_job(job: Job, group: Group, log_fd: int, error_fd: int) -> NoReturn:
             os.dup2(source, target)
         os.close(null)
         os.close(log_fd)
+        before_its_reaper()
         os.umask(0o022)
         os.chdir(job["cwd"])
         for number in SIGNALS:
@@ -62,6 +65,15 @@ def start_job(job: Job, group: Group, log_fd: int, error_fd: int) -> NoReturn:
         os.write(error_fd, (FINAL if error.errno in NEVER and not where else b"") + text.encode(errors="replace"))
         os._exit(127)
     raise Become(job)
+
+
+def before_its_reaper() -> None:
+    """Where memory runs out, the kernel ends a job before what watches it and would be missed."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(OOM_SCORE, encoding="ascii") as file:
+            score = int(file.read())
+        with open(OOM_SCORE, "w", encoding="ascii") as file:
+            file.write(str(min(1000, score + OOM_MORE)))
 
 
 def program(name: str) -> str:

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 from . import removal
 from .cgroups import Cgroups, remove
 from .controllers import Controllers
-from .files import log, publish, read_json
+from .files import FAILED, LOST, log, publish, read_json
 from .job import Become, Job
 from .preload import Preload, freeze
 from .processes import (
@@ -129,7 +129,7 @@ class Launcher:
                 continue
             if not self.adopt_one(record):
                 self.jobs[record["id"]] = dict(record, pidfd=None)
-                self.ended(record["id"])
+                self.ended(record["id"], signal.SIGKILL)  # or its record would be gone too
 
     def adopt_one(self, record: dict[str, Any]) -> bool:
         """Watch a reaper that is no child; False if it is gone."""
@@ -167,20 +167,21 @@ class Launcher:
         self.insist()
 
     def on_signal(self, number: int, frame: object) -> None:
-        if number == signal.SIGTERM and not self.stopping:
+        """A controller stops its launcher by a message; while there is one, a job could have sent the signal."""
+        if number == signal.SIGTERM and not self.stopping and self.controllers.current is None:
             self.stop("stopped")
 
     def on_wake(self, fd: int, mask: int) -> None:
         drain(fd)
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if pid == 0:
                 break
             for job_id in [i for i, j in self.jobs.items() if j["pid"] == pid and j["pidfd"] is None]:
-                self.ended(job_id)
+                self.ended(job_id, status)
             if pid == self.preload.probe:
                 self.preload.take_probe()
 
@@ -198,10 +199,13 @@ class Launcher:
 
         return read
 
-    def ended(self, job_id: str) -> None:
-        """The reaper is gone: its exit.json says how the job ended, or the job is lost with it."""
+    def ended(self, job_id: str, status: int | None = None) -> None:
+        """The reaper is gone: its exit.json says how the job ended, or the job is lost with it. What a reaper that was
+        killed seems to have written could be the job's. `status` is that of wait(2), None where it cannot be known.
+        """
         job = self.jobs.pop(job_id)
-        result = read_json(os.path.join(job["dir"], "exit.json"))
+        killed = status is not None and os.WIFSIGNALED(status)
+        result = None if killed else read_json(os.path.join(job["dir"], "exit.json"))
         if result is None:
             record = read_json(self.record_path(job_id))
             if is_record(record, f"{job_id}.json") and record["pid"] != job["pid"] and self.adopt_one(record):
@@ -210,7 +214,8 @@ class Launcher:
             kill_session(job.get("leader"))
             self.kill_strays()
             kill_marked(os.path.dirname(job["dir"]) if ".grade" in job_id else job["dir"])
-            result = exit_record(job["started"], killed=job.get("ordered") or "lost")
+            why = LOST if killed or not status else FAILED
+            result = exit_record(job["started"], killed=job.get("ordered") or why)
             with contextlib.suppress(OSError):
                 publish(os.path.join(job["dir"], "exit.json"), result)
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ PYTHON ?= $$(scripts/python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 DEMO := examples/micro_swe
 
 help:
@@ -29,10 +30,14 @@ help:
 	@echo "make bench-samples    training samples per rollout of mini-swe-agent"
 
 $(STAMP): pyproject.toml requirements.lock
-	@python=$(PYTHON) && scripts/venv "$$python"
+	@python=$(PYTHON) && scripts/venv "$$python" embedded,dev
+	@touch $@ $(DEMO_STAMP)
+
+$(DEMO_STAMP): pyproject.toml requirements.lock
+	@python=$(PYTHON) && scripts/venv "$$python" embedded,demo --no-compile
 	@touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python $(DEMO)/demo.py
 
 test: $(STAMP)

@@ -48,9 +48,13 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def run(*arguments: str) -> None:
-    """With this environment's own python3 for the agents: one of pyenv's shims takes eight times as long to start."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT, env=os.environ | {"PATH": path})
+    """With this environment's own python3 for the agents: one of pyenv's shims takes eight times as long to start.
+
+    What is imported is compiled once: `make demo` installs without compiling, since most modules are never imported.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT, env=env)
 
 
 def percent(value: float, interval: list[float]) -> str:

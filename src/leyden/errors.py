@@ -24,8 +24,8 @@
     └── TrainingError          a step cannot be computed or resumed
 
 Who retries: the gateway's engine client retries `EngineUnavailable`, of engines that answer otherwise for
-`engine.give_up_s`; the control client retries a connection that was refused, and `Unwritable`; nothing else
-retries.
+`engine.give_up_s`; the control client retries a connection that was refused, `Unwritable`, and
+`UnprovenGateway` where the gateway was there before; nothing else retries.
 A message names the value, the limit and the fix. Catch by type, never by text.
 """
 

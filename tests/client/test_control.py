@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +13,8 @@ import pytest
 from aiohttp import web
 
 from leyden.client import ControlClient, Group, Rollout
+from leyden.client.keys import parts
+from leyden.client.proof import proof
 from leyden.errors import GatewayError
 from leyden.types import FailureClass, RolloutState
 
@@ -32,6 +35,8 @@ class Server:
         self.asked: list[tuple[str, str, Any, str]] = []
 
     async def handle(self, request: web.Request) -> web.Response:
+        if nonce := request.query.get("nonce"):
+            return web.json_response({"proof": proof(parts("KEY")[1], nonce)})
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path_qs, body, request.headers["authorization"]))
         status, answer = self.answers.pop(0)
@@ -182,7 +187,12 @@ async def test_lost_connection_is_not_repeated() -> None:
     hits = []
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hits.append(await reader.readuntil(b"\r\n"))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if nonce := re.search(r"nonce=(\w+)", head):
+            body = json.dumps({"proof": proof(parts("KEY")[1], nonce[1])})
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        else:
+            hits.append(head)
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)

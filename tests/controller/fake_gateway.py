@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from leyden.client import control_key, mint, verify
+from leyden.client.proof import gateways_proof
 from leyden.types import Claims, Scope
 
 Json = dict[str, Any]
@@ -39,6 +40,7 @@ class FakeGateway:
         app.router.add_post("/api/rollouts/{id}/{verb}", self._verb)
         app.router.add_post("/api/reward", self._reward)
         app.router.add_get("/hit", self._hit)
+        app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -49,6 +51,10 @@ class FakeGateway:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        proof = gateways_proof(self.secret, request.query["nonce"], request.query["claims"])
+        return web.json_response({"status": "ok", "proof": proof})
 
     def add(self, rollout_id: str, task: Json | None = None) -> None:
         self.rollouts[rollout_id] = {

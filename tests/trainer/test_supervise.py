@@ -91,11 +91,11 @@ async def test_waiting_for_a_gateway_that_dies(tmp_path):
     async with Children(tmp_path / "logs") as children:
         child = await children.start("gateway", python("raise SystemExit(2)"))
         with pytest.raises(TrainingError, match="the gateway ended with exit status 2"):
-            await wait_for_gateway(tmp_path, child)
+            await wait_for_gateway(tmp_path, child, "key")
 
 
 async def test_a_gateway_that_never_listens(tmp_path):
     async with Children(tmp_path / "logs") as children:
         child = await children.start("gateway", python(UNTIL_EOF))
         with pytest.raises(TrainingError, match="did not listen within 0 s"):
-            await wait_for_gateway(tmp_path, child, limit_s=0.0)
+            await wait_for_gateway(tmp_path, child, "key", limit_s=0.0)

@@ -3,23 +3,32 @@
 A connection that is refused (the gateway may be restarting) and a call that cannot be written now (503: its disk is
 full) are tried again with growing pauses until `retry_limit_s`; nothing else is. Every failure is a GatewayError:
 `status` is the HTTP status of a refusal (409: somebody else was there first, read again and go on) and None if there
-was no reply. One client may be used by many tasks of one loop.
+was no reply. Before the key goes over a new connection, the gateway proves itself (`proof`); where it once did, another
+program at its address is taken for one that leaves again, and the call is tried again like a refused one. One client
+may be used by many tasks of one loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import aiohttp
 import orjson
 
+from leyden.client.proof import UnprovenGateway, prove
 from leyden.client.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
 from leyden.errors import GatewayError
 from leyden.types import Json, RolloutState, Turn
+
+if TYPE_CHECKING:
+    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -35,7 +44,8 @@ class ControlClient:
 
     def __init__(self, url: str, key: str, *, timeout_s: float = 120.0, retry_limit_s: float = 60.0) -> None:
         self._url = url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {key}"}
+        self._key = key
+        self._known = False
         self._timeout_s = timeout_s
         self._retry_limit_s = retry_limit_s
         self._http: aiohttp.ClientSession | None = None
@@ -235,6 +245,9 @@ class ControlClient:
         while True:
             try:
                 return await self._once(method, path, body, query, wait_s)
+            except UnprovenGateway:
+                if not self._known or time.monotonic() + pause_s > give_up:
+                    raise
             except GatewayError as error:
                 if error.status != UNWRITABLE or time.monotonic() + pause_s > give_up:
                     raise
@@ -266,9 +279,36 @@ class ControlClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            connector = _Proven(self._prove)
+            headers = {"authorization": f"Bearer {self._key}"}
+            self._http = aiohttp.ClientSession(connector=connector, headers=headers)
         return self._http
+
+    async def _prove(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as keyless:
+            await prove(keyless, self._url, self._key)
+        self._known = True
+
+
+class _Proven(aiohttp.TCPConnector):
+    """Connections that were opened before a successful `proof`: whoever accepted one could not know a key earlier."""
+
+    def __init__(self, proof: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._proof = proof
+        self._proven: WeakSet[object] = WeakSet()
+
+    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        if connection.protocol not in self._proven:
+            try:
+                await self._proof()
+            except BaseException:
+                connection.close()
+                raise
+            self._proven.add(connection.protocol)
+        return connection
 
 
 def _message(raw: bytes) -> str:

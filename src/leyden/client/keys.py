@@ -23,14 +23,14 @@ _LETTERS = {Scope.AGENT: "a", Scope.GRADER: "g", Scope.WORKSPACE: "w", Scope.CON
 _SCOPES = {letter: scope for scope, letter in _LETTERS.items()}
 _HEAD_CHARS = len("lk-a-")
 _SIGNATURE_CHARS = 43
-_MAX_KEY_CHARS = 1024
+MOST_KEY_CHARS = 1024
 
 
 def mint(secret: bytes, claims: Claims) -> str:
     """A key that says `claims`, valid until `claims.expires`."""
     payload = json.dumps([claims.rollout_id, claims.attempt, claims.expires], separators=(",", ":"))
     body = f"lk-{_LETTERS[claims.scope]}-{_encode(payload.encode())}"
-    return f"{body}-{_sign(secret, body)}"
+    return f"{body}-{sign(secret, body)}"
 
 
 def verify(secret: bytes, key: str, now: float) -> Claims:
@@ -38,10 +38,10 @@ def verify(secret: bytes, key: str, now: float) -> Claims:
 
     Raises Unauthorized (401) for a key that is malformed, not signed with `secret`, or expired.
     """
-    body, signature = key[: -_SIGNATURE_CHARS - 1], key[-_SIGNATURE_CHARS:]
+    body, signature = parts(key)
     if not _well_formed(key):
         raise Unauthorized("the key is not a Leyden key; use the one given as LEYDEN_KEY")
-    if not hmac.compare_digest(_sign(secret, body), signature):
+    if not hmac.compare_digest(sign(secret, body), signature):
         raise Unauthorized("the key was not issued by this run; use the one given as LEYDEN_KEY")
     claims = _claims(body)
     if now >= claims.expires:
@@ -57,10 +57,15 @@ def control_key(secret: bytes, *, now: float | None = None) -> str:
     return mint(secret, Claims(Scope.CONTROL, "", 0, issued + CONTROL_KEY_LIFETIME_S))
 
 
+def parts(key: str) -> tuple[str, str]:
+    """What the key says, and its signature."""
+    return key[: -_SIGNATURE_CHARS - 1], key[-_SIGNATURE_CHARS:]
+
+
 def _well_formed(key: str) -> bool:
     return (
         key.isascii()
-        and _HEAD_CHARS + _SIGNATURE_CHARS + 1 < len(key) <= _MAX_KEY_CHARS
+        and _HEAD_CHARS + _SIGNATURE_CHARS + 1 < len(key) <= MOST_KEY_CHARS
         and key.startswith("lk-")
         and key[3] in _SCOPES
         and key[4] == "-"
@@ -83,7 +88,7 @@ def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _sign(secret: bytes, body: str) -> str:
+def sign(secret: bytes, body: str) -> str:
     return _encode(hmac.digest(secret, body.encode(), "sha256"))
 
 

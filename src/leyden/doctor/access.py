@@ -14,6 +14,7 @@ import orjson
 
 from leyden.client import mint
 from leyden.client.keys import control_key
+from leyden.client.proof import UnprovenGateway, prove
 from leyden.doctor.findings import Finding, ok, problem
 from leyden.types import Claims, Scope
 
@@ -36,11 +37,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`status` is None without an answer, `text` then says why."""
+    """`status` is None without an answer, `text` then says why: nobody answers, or a `stranger` does."""
 
     call: Call
     status: int | None
     text: str = ""
+    stranger: bool = False
 
 
 HEALTH = Call("no", "GET", "/health", 200)
@@ -76,17 +78,24 @@ def keys(secret: bytes, now: float) -> dict[str, str]:
 
 
 async def ask(url: str, calls: Sequence[Call], secret: bytes) -> list[Answer]:
-    """The answers, one after the other, until there is none."""
+    """The answers, one after the other, until there is none. No key is sent before the gateway has proved itself."""
     known = keys(secret, time.time())
     answers = []
+    proven = False
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S), trust_env=False) as http:
         for call in calls:
             headers = {"authorization": f"Bearer {known[call.key]}"} if known[call.key] else {}
             data = b"{}" if call.method == "POST" else None
             try:
+                if headers and not proven:
+                    await prove(http, url.rstrip("/"), known["control"])
+                    proven = True
                 async with http.request(call.method, url + call.path, headers=headers, data=data) as response:
                     body = await response.read()
                     answers.append(Answer(call, response.status, error_text(body)))
+            except UnprovenGateway as error:
+                answers.append(Answer(call, None, str(error), stranger=True))
+                break
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 answers.append(Answer(call, None, str(error) or type(error).__name__))
                 break
@@ -96,6 +105,8 @@ async def ask(url: str, calls: Sequence[Call], secret: bytes) -> list[Answer]:
 def judge_gateway(url: str, answers: Sequence[Answer]) -> Finding:
     """From the answers to HEALTH and READS at a gateway that the run file names."""
     for answer in answers:
+        if answer.stranger:
+            return problem("gateway", answer.text, "set LEYDEN_SECRET to the secret that the gateway was started with")
         if answer.status is None:
             what = f"{url} does not answer: {answer.text}"
             advice = "start it, or correct gateway.url; where only the cluster reaches it, run the doctor in there"
@@ -103,9 +114,6 @@ def judge_gateway(url: str, answers: Sequence[Answer]) -> Finding:
         if answer.call == HEALTH and answer.status != HEALTH.status:
             what = f"{url} answers {answer.status} to GET /health: {answer.text}"
             return problem("gateway", what, "gateway.url must be the base URL of `leyden gateway`")
-        if answer.call == READS and answer.status == 401:
-            what = f"{url} refuses this run's control key: {answer.text}"
-            return problem("gateway", what, "set LEYDEN_SECRET to the secret that the gateway was started with")
         if answer.status != answer.call.status:
             what = f"{url} answers {answer.status} to {answer.call.method} {answer.call.path}: {answer.text}"
             return problem("gateway", what, "is it a gateway of this version?")

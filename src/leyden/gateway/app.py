@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from leyden.client import read_or_create_secret
+from leyden.client.proof import gateways_proof
 from leyden.config import RunConfig
 from leyden.errors import ConfigError, LeydenError
 from leyden.gateway.admission import Admission, InFlight
@@ -88,11 +89,19 @@ def build(
         side.workers.close()
         store.close()
 
+    async def health(request: Request) -> Response:
+        """Also answers harnesses that look at their base URL first (Claude Code: HEAD, without a key)."""
+        nonce = request.query_params.get("nonce")
+        if nonce is None:
+            return JsonResponse({"status": "ok"})
+        proof = gateways_proof(secret, nonce, request.query_params.get("claims", ""))
+        return JsonResponse({"status": "ok"} | ({"proof": proof} if proof else {}))
+
     app = _App(
         {path: ModelEndpoint(protocol, entry) for path, protocol in ROUTES if "{" not in path},
         routes=[
             *_model_routes(entry, config.model.name),
-            *(Route(path, _health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
+            *(Route(path, health, methods=["GET"]) for path in ("/health", "/", "/rollouts/{rollout_id}")),
             *starlette_routes(api),
         ],
         exception_handlers={404: _no_route, 405: _no_route},
@@ -344,11 +353,6 @@ def _stop_with_parent(server: uvicorn.Server) -> None:
     while os.read(0, 4096):  # not sys.stdin: its lock, held by this thread, would abort an exit that comes first
         pass
     server.should_exit = True
-
-
-async def _health(_request: Request) -> Response:
-    """Also answers harnesses that look at their base URL first (Claude Code: HEAD, without a key)."""
-    return JsonResponse({"status": "ok"})
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

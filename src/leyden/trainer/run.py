@@ -176,11 +176,12 @@ async def _served(
 ) -> AsyncIterator[ControlClient]:
     """A client of the gateway, once that answers, and a controller beside it."""
     secret = command.secret or read_or_create_secret(config.run_dir)
+    key = control_key(secret)
     url = config.gateway.url or ""
     if gateway is not None:
-        url = await _unless_a_child_ends(wait_for_gateway(config.run_dir, gateway), children)
+        url = await _unless_a_child_ends(wait_for_gateway(config.run_dir, gateway, key), children)
     retry_s = 60.0 if gateway is None else OWN_GATEWAY_RETRY_S
-    async with ControlClient(url, control_key(secret), retry_limit_s=retry_s) as client:
+    async with ControlClient(url, key, retry_limit_s=retry_s) as client:
         await _unless_a_child_ends(client.models(), children)
         if config.controller.start:
             await children.start("controller", _child("controller", command))

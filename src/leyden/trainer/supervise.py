@@ -135,8 +135,8 @@ def child_command(name: str, run_file: Path, overrides: Sequence[str]) -> list[s
     return [sys.executable, "-m", "leyden", name, str(run_file), *overrides, "--with-parent"]
 
 
-async def wait_for_gateway(run_dir: Path, child: Child, limit_s: float = START_LIMIT_S) -> str:
-    """The URL of the gateway that `child` runs, once it has written gateway.json and answers."""
+async def wait_for_gateway(run_dir: Path, child: Child, key: str, limit_s: float = START_LIMIT_S) -> str:
+    """The URL of the gateway that `child` runs, once it has written gateway.json and answers. `key`: control."""
     give_up = time.monotonic() + limit_s
     while (found := read_gateway_file(run_dir)) is None or found[1] != child.process.pid:
         if child.process.returncode is not None:
@@ -144,7 +144,7 @@ async def wait_for_gateway(run_dir: Path, child: Child, limit_s: float = START_L
         if time.monotonic() > give_up:
             raise TrainingError(f"the gateway did not listen within {limit_s:.0f} s; its log is {child.log}")
         await asyncio.sleep(POLL_S)
-    async with ControlClient(found[0], "none", retry_limit_s=limit_s) as client:
+    async with ControlClient(found[0], key, retry_limit_s=limit_s) as client:
         await client.health()
     return found[0]
 

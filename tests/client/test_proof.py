@@ -36,7 +36,8 @@ class Stranger:
             self.sent += (await reader.readuntil(b"\r\n\r\n")).decode()
         except asyncio.IncompleteReadError as error:
             self.sent += error.partial.decode()
-            return writer.close()
+            writer.close()
+            return
         self.asked.set()
         if self.said is not None:
             writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(self.said)}\r\n\r\n{self.said}".encode())

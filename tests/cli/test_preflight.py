@@ -137,6 +137,14 @@ def test_a_run_file_that_is_well_passes_and_leaves_nothing(run_file, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_controller_elsewhere_has_its_own_programs_and_files(run_file):
+    started = ["harness.command=[no-such-program]"]
+    elsewhere = [*started, "controller.start=false", "gateway.url=http://127.0.0.1:1"]
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program'"):
+        before_rollouts(load(run_file, started), None, os.environ)
+    before_rollouts(load(run_file, elsewhere), None, os.environ)
+
+
 def test_settings_of_a_backend_that_is_not_used_are_named(run_file):
     config = load(run_file, ["kubernetes={image: x, ttl_s: 400}"])
     assert unheeded(config) == [

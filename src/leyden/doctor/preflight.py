@@ -41,7 +41,8 @@ def before_rollouts(config: RunConfig, secret: bytes | None, parent: Mapping[str
     """What training and evaluation have in common."""
     check_folder(config.run_dir)
     data = read_data(config)
-    check_launch(config, data.train.tasks[0], parent)
+    if config.controller.start:  # else harnesses run where that controller does, with its files and programs
+        check_launch(config, data.train.tasks[0], parent)
     if config.gateway.url is None:
         from leyden.gateway.app import check_address, check_port
         from leyden.gateway.engines import engine_key

@@ -557,4 +557,4 @@ def test_what_the_harness_asks_for_and_does_not_get_is_a_warning() -> None:
     assert judge_wishes(seen()) == []
     (finding,) = judge_wishes(seen(unmet={"tool_choice": 2, "response_format": 1}))
     assert finding.line.startswith("warning")
-    assert finding.line.endswith("the harness asks for what it does not get: response_format, tool_choice")
+    assert finding.what == "the harness asks for what it does not get: response_format, tool_choice"

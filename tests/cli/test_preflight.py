@@ -65,6 +65,7 @@ REFUSED = [
     ("model.path=a file", "model.path: 'a file': no such folder beside the run file, so taken as a hub id; its "),
     ("model.path=nosuch", "model.path: 'nosuch': no such folder beside the run file, so taken as a hub id; its "),
     ("model.path=.", "has no tokenizer.json; give a Hugging Face model folder"),
+    ("model.template_kwargs={enable_thinkin: false}", "'enable_thinkin' is not known to the renderer 'qwen3'"),
     ("model.renderer=qwen33", "model.renderer: 'qwen33' is refused"),
     ("model.renderer=llama-3", "model.renderer: 'llama-3' does not fit "),
     ("model.context_tokens=1000000", "model.context_tokens: 1000000 is over the model's "),

@@ -211,8 +211,8 @@ async def test_reasoning_that_the_harness_drops_is_named(gateway: Gateway) -> No
     assert [turn.fork_cause for turn in await gateway.turns(rollout_id)] == [None, "reasoning_dropped_by_harness"]
 
 
-async def test_a_cut_answer_and_the_next_ask_at_once(gateway: Gateway) -> None:
-    """Case G07. Two replies in a row stay two messages, so the third call continues the second."""
+async def test_a_conversation_goes_on_after_a_cut_answer(gateway: Gateway) -> None:
+    """Case G07. The cut reply stays a message of its own, so the third call continues the second."""
     ids = gateway.engine.ids("cut here")
     cut = Generation(ids, [-0.5] * len(ids), FinishReason.LENGTH, (VersionSpan(0, len(ids)),))
     gateway.engine.replies = [cut, "and on", "end"]
@@ -222,7 +222,9 @@ async def test_a_cut_answer_and_the_next_ask_at_once(gateway: Gateway) -> None:
     assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (first.output[0].status, first.usage.output_tokens) == ("incomplete", len(ids))
     assert gateway.engine.requests[0].max_tokens == 2
-    history = [USER, *map(whole, first.output)]
+    with pytest.raises(openai.BadRequestError, match="input ends with a message of the assistant"):
+        await call(client, input=[USER, *map(whole, first.output)])
+    history = [USER, *map(whole, first.output), USER]
     second = await call(client, input=history)
     await call(client, input=[*history, *map(whole, second.output), USER])
     turns = await gateway.turns(rollout_id)

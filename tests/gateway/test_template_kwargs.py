@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from leyden.cli.plan import describe
 from leyden.errors import ConfigError
 from leyden.gateway.render import ModelRenderer, check_template_kwargs, load_renderer
 from leyden.types import Json
@@ -123,10 +122,9 @@ async def test_an_engine_that_renders_is_sent_both(tmp_path: Path) -> None:
     ],
 )
 def test_the_run_file_is_refused_at_the_start(tmp_path: Path, tokenizer_path: Path, kwargs: Json, message: str) -> None:
-    """By `--dry-run`, by `train` and by whatever loads the renderer."""
+    """By whatever loads the renderer."""
     config = make_config(tmp_path, tokenizer_path, model={"template_kwargs": kwargs})
     for refused in (
-        lambda: describe(config),
         lambda: check_template_kwargs("qwen3", kwargs),
         lambda: load_renderer(config.model),
     ):

@@ -121,6 +121,7 @@ async def test_a_run_that_is_well(make, tmp_path):
     assert list(levels(checkup)) == [
         *(
             "folder",
+            "sandbox",
             "data",
             "templates",
             "training",
@@ -545,7 +546,7 @@ def test_the_example_with_the_real_mini_swe_agent(tmp_path):
         *data,
     )
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 13, result.stdout
+    assert [line.split()[0] for line in lines] == ["ok"] * 14, result.stdout
     assert lines[-2:] == [
         "ok       harness      model calls: 3 openai-chat; exit 0",
         "ok       grader       reward 0 for what the harness left",

@@ -72,6 +72,8 @@ class Checkup:
     async def _in(self, folder: Path) -> None:
         for what in preflight.unheeded(self.config):
             self._add(warning("run file", what))
+        if self.config.controller.backend == "local" and self.config.controller.start:
+            self._add(check_sandbox(self.config))
         task = await self._tasks(folder)
         async with self._checking("training"):
             self._add(await asyncio.to_thread(check_training, self.config))
@@ -242,6 +244,14 @@ def private_folder(run_dir: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
             workspace.remove(folder)
         with contextlib.suppress(OSError):
             run_dir.rmdir()
+
+
+def check_sandbox(config: RunConfig) -> Finding:
+    """What an agent of this machine could do besides its task."""
+    if config.harness.sandbox == "none":
+        can = "agents run as you: they can read your files and this run's keys, and end its programs"
+        return ok("sandbox", f"none; {can}. harness.sandbox: bubblewrap closes that")
+    return ok("sandbox", f"{config.harness.sandbox}: agents see their workspace and the gateway")
 
 
 def check_training(config: RunConfig) -> Finding:

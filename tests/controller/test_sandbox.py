@@ -303,7 +303,7 @@ async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> N
             psutil.Process(bwrap.ppid()).send_signal(signal.SIGKILL)
             (rollout,) = await gateway.ended()
             assert [line for line in gone() if "sleep 300" in line] == []
-    assert rollout["failure"] == "infrastructure"
+    assert rollout["failure"] == "agent"
 
 
 def _outer_bwraps(words: str) -> list[psutil.Process]:

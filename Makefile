@@ -10,7 +10,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 DEMO := examples/micro_swe
 
 help:
-	@echo "make demo             train a tiny model through the unmodified mini-swe-agent (about 10 minutes, 2 cores)"
+	@echo "make demo             train a tiny model through the unmodified mini-swe-agent (about 6 minutes, 2 cores)"
 	@echo "make test             all tests"
 	@echo "make harnesses        fourteen real agent harnesses through the gateway (installs them in ~/.cache/leyden/harnesses)"
 	@echo "make harnesses-smoke  five of them"

@@ -52,6 +52,11 @@ def parse(document: dict[str, Any]) -> RunConfig:
         raise _explain(error) from None
 
 
+def dump(config: RunConfig) -> dict[str, Any]:
+    """The settings as a run file would say them."""
+    return config.model_dump(mode="json", exclude={"config_dir"})
+
+
 def _plain(value: Any, path: str = "") -> Any:
     """`value` if JSON can say it exactly. Raises ConfigError with the key path of what it cannot."""
     if isinstance(value, dict):

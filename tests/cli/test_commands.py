@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from leyden.cli.dry_run import describe
 from leyden.cli.evaluating import choose_checkpoint, choose_samples, choose_tasks
-from leyden.cli.plan import describe
 from leyden.cli.signals import Stopped, run_until_signal
 from leyden.cli.training import closing_lines, nothing_lines, ways_on
 from leyden.config import RunConfig

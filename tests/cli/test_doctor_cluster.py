@@ -15,9 +15,9 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller.backends.kubernetes.manifest import Manifest
-from leyden.doctor import cluster, probe, run_file
+from leyden.doctor import cluster, first_task, probe
+from leyden.doctor.address import LOOPBACK, GatewayAddress, address_towards, free_port, gateway_address
 from leyden.doctor.findings import Finding, Level
-from leyden.doctor.place import LOOPBACK, Place, address_towards, free_port, place_of
 from leyden.doctor.probing import OTHERS, Probed, finished, prepare, read_pod
 from leyden.errors import ConfigError
 from leyden.run_file import parse
@@ -53,7 +53,7 @@ async def test_without_the_library(monkeypatch, tmp_path):
     """Templates are rendered without it; the cluster is not reached."""
     for name in ("kubernetes_asyncio", "leyden.controller.backends.kubernetes.api"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert run_file.check_templates(config(), {"n": 1}, tmp_path, {}).level is Level.OK
+    assert first_task.check_templates(config(), {"n": 1}, tmp_path, {}).level is Level.OK
     with pytest.raises(ConfigError, match=r"pip install 'leyden\[kubernetes\]'"):
         await cluster.connect(config())
 
@@ -229,27 +229,27 @@ def test_what_the_probe_says(gateway, capsys):
 @pytest.mark.parametrize(
     ("sections", "place", "url"),
     [
-        ({"controller": {"backend": "local"}}, Place(), None),
-        ({"gateway": {"host": "10.0.0.5"}}, Place("10.0.0.5"), "http://10.0.0.5:7"),
+        ({"controller": {"backend": "local"}}, GatewayAddress(), None),
+        ({"gateway": {"host": "10.0.0.5"}}, GatewayAddress("10.0.0.5"), "http://10.0.0.5:7"),
         (
             {"gateway": {"host": "0.0.0.0", "port": 80}, "kubernetes": {"gateway_url": "http://node:80"}},
-            Place("0.0.0.0", 80, "node"),
+            GatewayAddress("0.0.0.0", 80, "node"),
             "http://node:7",
         ),
         (
             {"gateway": {"url": "http://gw:8000"}},
-            Place("10.0.0.9", 8000),
+            GatewayAddress("10.0.0.9", 8000),
             "http://10.0.0.9:7",
         ),
         (
             {"gateway": {"url": "http://127.0.0.1:1"}, "kubernetes": {"gateway_url": "http://gw.ns.svc"}},
-            Place("10.0.0.9", 80),
+            GatewayAddress("10.0.0.9", 80),
             "http://10.0.0.9:7",
         ),
     ],
 )
 def test_where_the_rehearsal_listens(sections, place, url):
-    assert place_of(config(**sections), "10.0.0.9") == place
+    assert gateway_address(config(**sections), "10.0.0.9") == place
     if url:
         assert place.url(7) == url
 
@@ -257,11 +257,11 @@ def test_where_the_rehearsal_listens(sections, place, url):
 @pytest.mark.parametrize("host", [*LOOPBACK, "0.0.0.0"])
 def test_addresses_that_no_pod_can_call(host):
     with pytest.raises(ConfigError):
-        place_of(config(gateway={"host": host}), "10.0.0.9")
+        gateway_address(config(gateway={"host": host}), "10.0.0.9")
 
 
 def test_addresses_and_ports():
-    assert Place("fd00::1").url(80) == "http://[fd00::1]:80"
+    assert GatewayAddress("fd00::1").url(80) == "http://[fd00::1]:80"
     assert address_towards("https://127.0.0.1:6443") == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

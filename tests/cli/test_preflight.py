@@ -15,7 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from leyden.cli.plan import describe
+from leyden.cli.dry_run import describe
 from leyden.config import RunConfig
 from leyden.doctor.checkup import Checkup
 from leyden.doctor.findings import Level

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from leyden.cli.branches import fork_table, shown_branches
+from leyden.cli.forks import fork_table, shown_branches
 from leyden.cli.screen import Screen
 from leyden.cli.show import Filter, evaluation_table, heading, rollout_table, step_table, task_name, untrained
 from leyden.cli.trajectory import trajectory_json, trajectory_lines

@@ -17,8 +17,8 @@ from leyden.controller.backends.kubernetes.manifest import manifest
 from leyden.controller.backends.kubernetes.programs import Programs
 from leyden.controller.backends.kubernetes.programs import pods as pods_of
 from leyden.doctor.cluster import RIGHTS, restricts
+from leyden.doctor.first_task import check_data, check_templates
 from leyden.doctor.manifests import claim_of
-from leyden.doctor.run_file import check_data, check_templates
 from leyden.run_file import load
 from tests.deploy.manifests import DEPLOY, kustomization, objects, one, pods
 

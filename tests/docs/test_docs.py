@@ -21,7 +21,7 @@ import typer.main
 import yaml
 
 from leyden import run_file
-from leyden.cli.app import app
+from leyden.cli.commands import app
 from leyden.config import RunConfig
 from tests.docs.blocks import PAGES, REPOSITORY, Block, commands, page_blocks, without_blocks
 

@@ -11,6 +11,6 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point of `leyden` and `python -m leyden`."""
-    from leyden.cli.app import run
+    from leyden.cli.commands import run
 
     run()

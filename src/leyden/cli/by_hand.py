@@ -1,7 +1,7 @@
 """`leyden rollout`: one rollout whose harness is a person at another terminal.
 
 Everything runs as in training (gateway, engine, controller, grader), in a run folder of its own. Only the harness is
-`place.py`: it sends its environment through a pipe, and ends when the person says so.
+`handover.py`: it sends its environment through a pipe, and ends when the person says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from leyden.cli import place
+from leyden.cli import handover
 from leyden.cli.evaluating import choose_checkpoint, choose_tasks
 from leyden.cli.record import record_of
 from leyden.cli.show import show_rollout
@@ -72,7 +72,7 @@ def run_by_hand(
 ) -> None:
     """Raises ConfigError for what the run file or the options get wrong."""
     with tempfile.TemporaryDirectory(prefix="leyden-rollout-") as folder:
-        for name in (place.ENVIRONMENT, place.DONE):
+        for name in (handover.ENVIRONMENT, handover.DONE):
             os.mkfifo(Path(folder) / name, 0o600)
         configured = load(run_file, list(overrides))
         run_dir = configured.run_dir / "rollouts" / time.strftime("%Y%m%d-%H%M%S")
@@ -96,7 +96,7 @@ def _by_hand(run_dir: Path, folder: str) -> list[str]:
     """What replaces the run file's own: a place for a person, on this machine, with a gateway of its own."""
     settings = {
         "run_dir": str(run_dir),
-        "harness.command": [sys.executable, "-I", place.__file__, folder],
+        "harness.command": [sys.executable, "-I", handover.__file__, folder],
         "harness.preload": [],
         "harness.sandbox": "none",
         "harness.readable": [],
@@ -131,7 +131,7 @@ async def _rollout(
 
 async def _attend(config: RunConfig, display: Display, folder: Path) -> None:
     """Show what an agent needs, wait until the person is done, and tell the harness."""
-    async with _pipe(folder / place.ENVIRONMENT) as pipe:
+    async with _pipe(folder / handover.ENVIRONMENT) as pipe:
         environment = orjson.loads(await pipe.read())
     exports, shown = folder / "env.sh", shell(environment, os.environ)
     exports.touch(mode=0o600)
@@ -146,7 +146,7 @@ async def _attend(config: RunConfig, display: Display, folder: Path) -> None:
             await asyncio.wait_for(done.wait(), LOOK_EVERY_S)
     display.clear()
     with contextlib.suppress(OSError):  # nobody reads: the harness's place has ended
-        os.close(os.open(folder / place.DONE, os.O_WRONLY | os.O_NONBLOCK))
+        os.close(os.open(folder / handover.DONE, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def shell(environment: Mapping[str, str], own: Mapping[str, str]) -> list[str]:

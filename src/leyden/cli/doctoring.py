@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +39,7 @@ def run_doctor(
     findings, logs = _examine(run_file, overrides, secret, patience_s, report, display)
     passed = not any(f.level is Level.PROBLEM for f in findings)
     if as_json:
-        document = {"ok": passed, "findings": [f.as_json() for f in findings], "logs": logs and str(logs)}
+        document = {"ok": passed, "findings": [asdict(f) for f in findings], "logs": logs and str(logs)}
         print(json.dumps(document, indent=2, ensure_ascii=True))
     elif logs:
         display.line(f"the logs are in {logs}")

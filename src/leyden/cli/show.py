@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from leyden.cli.branches import count_branches, fork_table, shown_branches
+from leyden.cli.forks import count_branches, fork_table, shown_branches
 from leyden.cli.record import Record, read_run, record_of
 from leyden.cli.screen import Line, Screen, TableParts
 from leyden.cli.trajectory import Decode, decoder, trajectory_json, trajectory_lines

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
-from leyden.doctor import access, cluster, engines, model, preflight, run_file
+from leyden.doctor import access, cluster, engines, first_task, model, preflight
+from leyden.doctor.address import GatewayAddress, address_towards, gateway_address
 from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.findings import Finding, Level, ok, problem, skipped, warning
-from leyden.doctor.place import Place, address_towards, place_of
 from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, judge_wishes, rehearsal
 from leyden.errors import LeydenError
 from leyden.extras import need
@@ -90,7 +90,10 @@ class Checkup:
         elif self.config.controller.backend == "kubernetes":
             await self._in_cluster(folder, task, renderer)
         else:
-            async with self._checking("own gateway", None), self._own_gateway(folder, renderer, Place()) as own:
+            async with (
+                self._checking("own gateway", None),
+                self._own_gateway(folder, renderer, GatewayAddress()) as own,
+            ):
                 await self._run_one(own, task, folder)
 
     def _keeps(self) -> bool:
@@ -100,12 +103,12 @@ class Checkup:
         """The first task, if the templates take it."""
         task = None
         async with self._checking("data"):
-            findings, task = run_file.check_data(self.config)
+            findings, task = first_task.check_data(self.config)
             self._add(*findings)
         if task is None:
             return None
         async with self._checking("templates"):
-            finding = await asyncio.to_thread(run_file.check_templates, self.config, task, folder, self.parent)
+            finding = await asyncio.to_thread(first_task.check_templates, self.config, task, folder, self.parent)
             self._add(finding)
             return task if finding.level is Level.OK else None
         return None  # it took too long
@@ -129,11 +132,11 @@ class Checkup:
 
     @contextlib.asynccontextmanager
     async def _own_gateway(
-        self, folder: Path, renderer: ModelRenderer | None, place: Place
+        self, folder: Path, renderer: ModelRenderer | None, address: GatewayAddress
     ) -> AsyncIterator[Rehearsal]:
         """A gateway of our own, and who may call it."""
         self.live("own gateway")
-        async with rehearsal(self.config, renderer, folder, self.patience_s, place) as own:
+        async with rehearsal(self.config, renderer, folder, self.patience_s, address) as own:
             self._add(ok("own gateway", f"one starts and answers at {own.url}"))
             self._add(access.judge_keys(await access.ask(own.url, access.REFUSALS, own.secret)))
             yield own
@@ -150,8 +153,8 @@ class Checkup:
             if rights.level is not Level.OK or task is None:
                 self._skip("it needs rights and a task", "image", "reach", "pod key", "egress", "harness", "grader")
                 return
-            place = place_of(self.config, address_towards(api.server))
-            async with self._own_gateway(folder, renderer, place) as own:
+            address = gateway_address(self.config, address_towards(api.server))
+            async with self._own_gateway(folder, renderer, address) as own:
                 if await self._pod(api, own, task):
                     await self._run_one(own, task, folder)
                 else:

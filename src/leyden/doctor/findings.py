@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from leyden.types import Json
-
 MOST_CHARS = 1000
 
 
@@ -35,15 +33,6 @@ class Finding:
         """All but the detail, on one line."""
         text = f"{self.what}; {self.advice}" if self.advice else self.what
         return f"{self.level:8} {self.check:12} {_one_line(text)}"
-
-    def as_json(self) -> Json:
-        return {
-            "check": self.check,
-            "level": self.level.value,
-            "what": self.what,
-            "advice": self.advice,
-            "detail": list(self.detail),
-        }
 
 
 def ok(check: str, what: str) -> Finding:

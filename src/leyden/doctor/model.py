@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from leyden.config import RunConfig
 from leyden.doctor.chat_template import ChatTemplate
 from leyden.doctor.findings import Finding, ok, problem, warning
@@ -34,44 +31,12 @@ ASKED: list[Json] = [
 SHOWN_CHARS = 60
 
 
-class Renderer(Protocol):
-    """What of `gateway.render.ModelRenderer` is tried."""
-
-    stop_token_ids: list[int]
-
-    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]: ...
-
-    def bridge(
-        self,
-        prompt_ids: list[int],
-        sampled_ids: list[int],
-        new_messages: Sequence[Json],
-        tools: Sequence[Json],
-        *,
-        reasoning: bool,
-    ) -> list[int] | None: ...
-
-    def parse(
-        self,
-        sampled_ids: list[int],
-        prompt_ids: list[int],
-        tools: Sequence[Json],
-        *,
-        call_prefix: str,
-        stop_string: str | None,
-    ) -> Json: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 def load_renderer(config: RunConfig) -> ModelRenderer:
     """Raises ConfigError for a model without tokenizer or renderer."""
     return render.load_renderer(config.model)
 
 
-def check_renderer(renderer: Renderer, name: str) -> Finding:
+def check_renderer(renderer: ModelRenderer, name: str) -> Finding:
     """A reply that calls a tool, with and without reasoning: sampled, parsed, continued."""
     tried = [(reasoning, *round_trip(renderer, reasoning)) for reasoning in ("", "I look first.")]
     for reasoning, broken, _ in tried:
@@ -85,7 +50,7 @@ def check_renderer(renderer: Renderer, name: str) -> Finding:
     return ok("renderer", f"{name}: a tool call is parsed, and with its result goes on as the template shows it")
 
 
-def round_trip(renderer: Renderer, reasoning: str) -> tuple[str, str]:
+def round_trip(renderer: ModelRenderer, reasoning: str) -> tuple[str, str]:
     """What is broken, and what only differs from the template's own rendering; both empty if all is well.
 
     The reply is sampled as the template shows it when the conversation goes on. Texts are compared: where the prompt
@@ -123,14 +88,14 @@ def round_trip(renderer: Renderer, reasoning: str) -> tuple[str, str]:
     return "", "" if goes_on == whole else f"the next prompt is not the template's: {different(goes_on, whole)}"
 
 
-def _up_to_stop(renderer: Renderer, text: str) -> str:
+def _up_to_stop(renderer: ModelRenderer, text: str) -> str:
     """`text` up to its first stop token, that included; empty if there is none."""
     stops = [renderer.decode([stop]) for stop in renderer.stop_token_ids]
     ends = [text.index(stop) + len(stop) for stop in stops if stop and stop in text]
     return text[: min(ends, default=0)]
 
 
-def check_template(config: RunConfig, renderer: Renderer, template: ChatTemplate) -> Finding:
+def check_template(config: RunConfig, renderer: ModelRenderer, template: ChatTemplate) -> Finding:
     """The renderer's text beside that of the folder's template, which a server of the trained model will use."""
     tools = [TOOL] if template.knows_tools else []
     try:

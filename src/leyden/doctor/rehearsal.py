@@ -25,9 +25,9 @@ from leyden.controller.last_words import last_lines
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
 from leyden.controller.loop import run_controller
 from leyden.doctor.access import error_text
+from leyden.doctor.address import GatewayAddress, free_port
 from leyden.doctor.findings import Finding, ok, problem, skipped, warning
-from leyden.doctor.place import Place, free_port
-from leyden.doctor.stand_in import StandIn
+from leyden.doctor.scripted_engine import ScriptedEngine
 from leyden.gateway.app import build
 from leyden.gateway.render import ModelRenderer
 from leyden.trainer.serving import serve
@@ -136,21 +136,21 @@ async def _wait_until_over(client: ControlClient, rollout_id: str) -> None:
 
 @contextlib.asynccontextmanager
 async def rehearsal(
-    config: RunConfig, renderer: ModelRenderer | None, folder: Path, limit_s: float, place: Place
+    config: RunConfig, renderer: ModelRenderer | None, folder: Path, limit_s: float, address: GatewayAddress
 ) -> AsyncIterator[Rehearsal]:
     """A gateway of the run file's settings in `folder`, with a stand-in for the engine."""
     settings = rehearsed(config, folder, limit_s)
     secret = secrets.token_bytes(32)
-    app = build(settings, secret, renderer=renderer, engine=StandIn(renderer))
+    app = build(settings, secret, renderer=renderer, engine=ScriptedEngine(renderer))
     refusals = Refusals(app)
-    async with serve(refusals, place.host, free_port(place.host, place.port)) as url:
+    async with serve(refusals, address.host, free_port(address.host, address.port)) as url:
         async with ControlClient(url, control_key(secret)) as client:
             model = settings.model
             await client.put_model(
                 model.name, engines=["stand-in"], version=0, lineage="doctor", context_tokens=model.context_tokens
             )
         try:
-            pods_url = place.url(urlsplit(url).port or 0)
+            pods_url = address.url(urlsplit(url).port or 0)
             own = settings.kubernetes.model_copy(update={"gateway_url": pods_url})
             yield Rehearsal(settings.model_copy(update={"kubernetes": own}), url, pods_url, secret, refusals)
         finally:

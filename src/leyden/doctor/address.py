@@ -14,7 +14,7 @@ ANYWHERE = ("0.0.0.0", "::")  # noqa: S104  (told apart, not bound)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GatewayAddress:
     """An address to listen on, and the host of the URL that pods are told (None: that address itself)."""
 
     host: str = "127.0.0.1"
@@ -27,7 +27,7 @@ class Place:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def place_of(config: RunConfig, own_address: str) -> Place:
+def gateway_address(config: RunConfig, own_address: str) -> GatewayAddress:
     """`own_address` is this machine's, or this pod's, as the cluster sees it.
 
     A run that starts its gateway itself starts it here, and the rehearsal listens just there. Where one runs already,
@@ -35,13 +35,13 @@ def place_of(config: RunConfig, own_address: str) -> Place:
     reach.
     """
     if config.controller.backend != "kubernetes":
-        return Place()
+        return GatewayAddress()
     told = urlsplit(config.kubernetes.gateway_url or config.gateway.url or "")
     if config.gateway.url:
-        return Place(own_address, told.port or 80)
+        return GatewayAddress(own_address, told.port or 80)
     host = config.gateway.host
     if told.hostname:
-        return Place(host, config.gateway.port, told.hostname)
+        return GatewayAddress(host, config.gateway.port, told.hostname)
     if host in LOOPBACK:
         message = f"{host!r} is this machine alone; give the address at which pods reach it"
         raise ConfigError("gateway.host", f"{message}, or set kubernetes.gateway_url")
@@ -49,7 +49,7 @@ def place_of(config: RunConfig, own_address: str) -> Place:
         raise ConfigError(
             "kubernetes.gateway_url", f"is needed with gateway.host {host!r}, which is no address to call"
         )
-    return Place(host, config.gateway.port)
+    return GatewayAddress(host, config.gateway.port)
 
 
 def address_towards(url: str) -> str:

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -88,7 +88,7 @@ def train(
     config = load(run_file, overrides)
     need("leyden train", "embedded", *_extras_of_controller(config))
     if dry_run:
-        from leyden.cli.plan import describe
+        from leyden.cli.dry_run import describe
 
         print(visible_lines(describe(config, _secret(), os.environ)))
         return
@@ -230,8 +230,3 @@ def _secret() -> bytes | None:
     if len(text) < MIN_SECRET_BYTES:
         raise ConfigError("LEYDEN_SECRET", f"has {len(text)} bytes, at least {MIN_SECRET_BYTES} are needed")
     return text.encode()
-
-
-def dump(config: RunConfig) -> dict[str, Any]:
-    """The resolved settings as a run file would say them."""
-    return config.model_dump(mode="json", exclude={"config_dir"})

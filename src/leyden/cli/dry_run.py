@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import yaml
 
-from leyden.cli.app import dump
 from leyden.config import RunConfig
 from leyden.doctor.preflight import before_training, check_backend, unheeded
+from leyden.run_file import dump
 from leyden.trainer.folder import checkpoint_step, newest_checkpoint
 from leyden.trainer.loop import Data
 

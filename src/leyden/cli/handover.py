@@ -1,6 +1,6 @@
 """The harness that `leyden rollout` starts: it hands its environment to a person, and ends when that person is done.
 
-Run by path, under any interpreter: `python place.py FOLDER`, where FOLDER holds two named pipes.
+Run by path, under any interpreter: `python handover.py FOLDER`, where FOLDER holds two named pipes.
 """
 
 from __future__ import annotations

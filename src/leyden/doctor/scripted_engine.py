@@ -14,7 +14,7 @@ LOGPROB = -0.1
 PROMPT_ID = 1
 
 
-class StandIn:
+class ScriptedEngine:
     """`gateway.engines.ChatEngine`. Without a renderer it spells its sentence in ids that mean nothing."""
 
     def __init__(self, renderer: ModelRenderer | None) -> None:

@@ -36,7 +36,6 @@ KINDS: dict[str, tuple[Json, Json]] = {
     "vllm": ({"kind": "vllm"}, generated([300, 2])),
     "vllm renders": ({"kind": "vllm", "render": "engine"}, chatted([9], [300, 2])),
 }
-QUICK = {"health_interval_s": 0.05, "give_up_s": 0.3}
 
 
 async def never(_request: web.Request, _body: Json) -> web.StreamResponse:
@@ -54,7 +53,13 @@ FAULTS = {
 
 @asynccontextmanager
 async def engines(
-    folder: Path, tokenizer: Path, renderer: ModelRenderer, kind: str, *answers: Answer | None, **sections: Any
+    folder: Path,
+    tokenizer: Path,
+    renderer: ModelRenderer,
+    kind: str,
+    *answers: Answer | None,
+    give_up_s: float = 0.3,
+    **sections: Any,
 ) -> AsyncIterator[tuple[Gateway, list[FakeVllm]]]:
     """A gateway with an engine for each answer, which it gives to calls and probes alike; None: it works."""
     settings, good = KINDS[kind]
@@ -62,7 +67,7 @@ async def engines(
     async with AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(listening(fake))
-        config = config_for(folder, tokenizer, *fakes, engine=settings | QUICK, **sections)
+        config = config_for(folder, tokenizer, *fakes, engine=settings | {"health_interval_s": 0.05, "give_up_s": give_up_s}, **sections)
         async with serving(config, renderer) as gateway:
             yield gateway, fakes
 
@@ -116,6 +121,58 @@ async def test_a_call_that_one_engine_fails_is_made_at_another(
             await one_call(gateway)
         assert len(one.asked) >= 1
         assert len(two.asked) == 12
+
+
+def busy_for(fake: FakeVllm, times: int, status: int) -> Answer:
+    """An answer to so many probes; then the engine has time."""
+
+    async def answer(request: web.Request, body: Json) -> web.StreamResponse:
+        if fake.probes >= times:
+            fake.probe_answer = None
+        return await refused(status, "too many requests")(request, body)
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_engine_too_busy_for_a_probe_stays(
+    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, kind: str, status: int, caplog: Any
+) -> None:
+    """One call breaks, and the probe that follows finds the engine busy: it is asked on, and answers."""
+    async with engines(tmp_path, tokenizer_path, renderer, kind, None) as (gateway, (fake,)):
+        await one_call(gateway)
+        fake.probes = 0
+        fake.probe_answer = busy_for(fake, 1, status)
+        fake.script = [refused(500, "CUDA error"), KINDS[kind][1]]
+        assert (await one_call(gateway)).sampled_T.tolist() == [300, 2]
+        assert (len(fake.asked), fake.probes) == (3, 1)
+        assert "is not asked any more" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm renders"])
+async def test_an_engine_that_begins_busy_is_waited_for(
+    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, kind: str
+) -> None:
+    """Its routes are not known before a probe is answered. Probes do not come faster than the pause between them."""
+    async with engines(tmp_path, tokenizer_path, renderer, kind, refused(429, "busy"), give_up_s=60) as (
+        gateway,
+        (fake,),
+    ):
+        fake.default, fake.probe_answer = KINDS[kind][1], busy_for(fake, 2, 429)
+        assert (await one_call(gateway)).sampled_T.tolist() == [300, 2]
+        assert fake.probes <= 4
+        assert await held_s(gateway) >= 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm renders"])
+async def test_an_engine_that_is_always_busy_makes_attempts_incomplete(
+    tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, kind: str
+) -> None:
+    async with engines(tmp_path, tokenizer_path, renderer, kind, refused(429, "busy")) as (gateway, (fake,)):
+        status, message, reason = await refusal(gateway)
+        assert (status, "no time for one token" in message) == (400, True)
+        assert fake.url in (reason or "")
 
 
 @pytest.mark.parametrize("kind", KINDS)

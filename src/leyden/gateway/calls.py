@@ -32,11 +32,11 @@ from leyden.gateway.attempts import Attempt
 from leyden.gateway.engines import NotSent
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
-from leyden.gateway.watch import Watch
+from leyden.gateway.watch import LONGEST_RETRY_AFTER_S, Watch
 from leyden.store import Store
 
 T = TypeVar("T")
-FIRST_RETRY_S, LONGEST_RETRY_S, LONGEST_RETRY_AFTER_S = 0.05, 2.0, 30.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class EngineCalls:
             start = time.monotonic()
             if not self._models.checked(url):
                 with self.held(attempt, start):
-                    await self._watch.check(url)
+                    await self._check(url, failures)
                 continue
             try:
                 with self._metrics.engine_seconds.time(), self._in_flight.call(url, drains=drains):
@@ -118,6 +118,14 @@ class EngineCalls:
                     self._note(attempt, error, error.status)
                 with self.held(attempt, start):
                     await self._before_another_try(url, error, failures)
+
+    async def _check(self, url: str, failures: _Failures) -> None:
+        """Raises EngineBroken for an engine that was too busy for the check's one token all the time."""
+        since = time.monotonic() if failures.since is None else failures.since
+        if await self._watch.check(url) and not self._models.checked(url):
+            failures.since = since
+            if time.monotonic() - since >= self._give_up_s:
+                raise EngineBroken(f"engine {url} has had no time for one token for {self._give_up_s:g} s")
 
     async def _before_another_try(self, url: str, error: EngineUnavailable, failures: _Failures) -> None:
         """Wait as long as makes sense. Raises EngineBroken where another try makes none."""

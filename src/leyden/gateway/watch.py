@@ -1,8 +1,8 @@
 """Looks after the engines: all of them every few seconds, and one at once when a call needs to know or finds it broken.
 
 An engine that fails a check is asked no more until it passes one; its open calls are interrupted when it has failed
-`FAILURES` times in a row, so that one slow answer of a busy engine costs nothing. One engine's check waits for no other
-engine's. In a pause no engine is made to sample: what such a check would have shown stays unknown until after it.
+`FAILURES` times in a row, so that one slow answer of a busy engine costs nothing. One that says it is busy (429, 503)
+stays as it was, and is checked again after the pause that it asks for. One engine's check waits for no other engine's. In a pause no engine is made to sample: what such a check would have shown stays unknown until after it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from leyden.errors import EngineBroken, EngineError, EngineRejected, EngineUnsuitable
+from leyden.errors import EngineBroken, EngineError, EngineRejected, EngineUnavailable, EngineUnsuitable
 from leyden.gateway.admission import Admission, InFlight
 from leyden.gateway.engines import NotSent
 from leyden.gateway.models import Models
 
 log = logging.getLogger(__name__)
 FAILURES = 3
-RECHECK_S = 1.0
+RECHECK_S, LONGEST_RETRY_AFTER_S = 1.0, 30.0
 
 
 class Watch:
@@ -84,7 +84,10 @@ class Watch:
         except NotSent:
             pass
         except EngineError as error:
-            self.failed(url, error)
+            if isinstance(error, EngineUnavailable) and error.busy:
+                await asyncio.sleep(min(max(error.retry_after_s, RECHECK_S), LONGEST_RETRY_AFTER_S))
+            else:
+                self.failed(url, error)
         except Exception as error:
             log.exception("the check of engine %s failed", url)
             self.failed(url, EngineBroken(f"engine {url} cannot be checked: {type(error).__name__}"))

@@ -35,7 +35,7 @@ class Evidence:
             yield
         except (EngineUnavailable, CaptureError) as error:
             self.heard(url)
-            if not (isinstance(error, EngineUnavailable) and error.busy):
+            if not _busy(error):
                 self._broke.add(url)
             raise
         else:
@@ -55,7 +55,7 @@ class Evidence:
 
     async def proof(self, url: str, probe: Awaitable[T]) -> T:
         """The answer of `probe`, a call for one token. Raises EngineBroken if there is none, of an engine that answers
-        GET /health.
+        GET /health, and the EngineUnavailable of one that is only busy.
         """
         try:
             async with asyncio.timeout(self._silence_s):
@@ -66,6 +66,9 @@ class Evidence:
                 f"engine {url} answers GET /health, but samples not one token within {self._silence_s:g} s"
             ) from error
         except (EngineUnavailable, CaptureError) as error:
+            if _busy(error):
+                self.heard(url)
+                raise
             self._broke.add(url)
             raise EngineBroken(f"engine {url} answers GET /health, but samples nothing: {error}") from error
         self._works(url)
@@ -74,3 +77,7 @@ class Evidence:
     def _works(self, url: str) -> None:
         self._broke.discard(url)
         self.heard(url)
+
+
+def _busy(error: EngineUnavailable | CaptureError) -> bool:
+    return isinstance(error, EngineUnavailable) and error.busy

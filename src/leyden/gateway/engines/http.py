@@ -64,7 +64,7 @@ class EngineHttp:
         status, body = await self.get(url, "/health", timeout_s)
         said = f"engine {url} answered {status} to GET /health: {self._words(body)}"
         if status >= 500:
-            raise EngineUnavailable(said, status=status)
+            raise EngineUnavailable(said)  # without the status: 503 is no sign of being busy here
         if status in (401, 403):
             raise EngineRejected(f"{said}; engine.api_key_env names the variable that holds its key", status=status)
 

@@ -67,7 +67,8 @@ async def engines(
     async with AsyncExitStack() as stack:
         for fake in fakes:
             await stack.enter_async_context(listening(fake))
-        config = config_for(folder, tokenizer, *fakes, engine=settings | {"health_interval_s": 0.05, "give_up_s": give_up_s}, **sections)
+        engine = settings | {"health_interval_s": 0.05, "give_up_s": give_up_s}
+        config = config_for(folder, tokenizer, *fakes, engine=engine, **sections)
         async with serving(config, renderer) as gateway:
             yield gateway, fakes
 

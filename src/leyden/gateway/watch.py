@@ -2,7 +2,8 @@
 
 An engine that fails a check is asked no more until it passes one; its open calls are interrupted when it has failed
 `FAILURES` times in a row, so that one slow answer of a busy engine costs nothing. One that says it is busy (429, 503)
-stays as it was, and is checked again after the pause that it asks for. One engine's check waits for no other engine's. In a pause no engine is made to sample: what such a check would have shown stays unknown until after it.
+stays as it was, and is checked again after the pause that it asks for. One engine's check waits for no other engine's.
+In a pause no engine is made to sample: what such a check would have shown stays unknown until after it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from google.genai import types
 from leyden.errors import BudgetExceeded, RequestError, Unauthorized
 from leyden.protocols import Call, ChatChoice, ChatReply, ChatRequest, gemini
 from leyden.protocols.fields import FIELDS, FieldClass, check_fields
+from leyden.protocols.gemini import _named
 from leyden.types import FinishReason
 from tests.protocols.calls import Remembered
 
@@ -379,3 +380,8 @@ def test_the_table_holds_every_parameter_of_the_official_sdk() -> None:
     documented |= {field.alias for field in types.GenerationConfig.model_fields.values()}
     table = set(FIELDS["gemini"])
     assert {name for name in documented if not {str(name), f"generationConfig.{name}"} & table} == set()
+
+
+def test_a_name_longer_than_any_field_is_left_as_it_is() -> None:
+    short, long = "max_output_tokens", "a_b" * 1000
+    assert _named({short: 1, long: 2}) == {"maxOutputTokens": 1, long: 2}

@@ -22,16 +22,17 @@ import yaml
 from leyden.client import ControlClient, control_key
 from leyden.run_file import load
 from tests.qwen_tokenizers import qwen_tokenizer_folder
-from tests.siege.bodies import bodies
+from tests.siege.bodies import beside, bodies
 from tests.siege.kills import campaign
 from tests.siege.leftovers import leftovers
 from tests.siege.mutants import Outcome, mutants
-from tests.siege.programs import SECRET, Program, free_port, gateway_url, until, watched
+from tests.siege.programs import SECRET, Asked, Program, free_port, gateway_url, until, watched
 from tests.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 32_768
 SHOWN_FAULTS = 20
+SHOWN_WAITS = 20
 FULL = {"mutants": 50_000, "bodies": None, "train": 50, "services": 50, "leftovers": None}
 SMALL = {"mutants": 3_000, "bodies": 4, "train": 3, "services": 5, "leftovers": "small"}
 
@@ -98,17 +99,17 @@ async def _register(url: str, engine: str) -> None:
 
 
 def _mutants(folder: Path, count: Any, seed: int) -> tuple[str, list[str]]:
-    with standing(folder) as (url, _), watched(url) as seconds:
+    with standing(folder) as (url, _), watched(url) as asked:
         outcome = asyncio.run(_with_client(url, lambda client: mutants(client, url, count, seed)))
-    return _told(outcome, seconds), outcome.faults + _bugs(folder / "gateway.out")
+    return _told(outcome, asked), outcome.faults + _bugs(folder / "gateway.out")
 
 
 def _bodies(folder: Path, kinds: Any, seed: int) -> tuple[str, list[str]]:
-    with standing(folder) as (url, limit), watched(url) as seconds:
-        outcome, wait = asyncio.run(_with_client(url, lambda client: bodies(client, url, limit, kinds)))
-    line = (
-        f"{_told(outcome, seconds)}, bodies of {limit >> 20} MiB, an innocent agent waited {1e3 * wait:.0f} ms at most"
-    )
+    with standing(folder) as (url, limit), watched(url) as asked:
+        outcome, wait, opened = asyncio.run(_with_client(url, lambda client: bodies(client, url, limit, kinds)))
+    for (kind, path), worst in list(beside(opened, asked).items())[:SHOWN_WAITS]:
+        say(f"  /health {1e3 * worst:4.0f} ms at most beside {kind} to {path}")
+    line = f"{_told(outcome, asked)}, bodies of {limit >> 20} MiB, an innocent agent waited {1e3 * wait:.0f} ms at most"
     return line, outcome.faults + _bugs(folder / "gateway.out")
 
 
@@ -117,8 +118,8 @@ async def _with_client(url: str, work: Any) -> Any:
         return await work(client)
 
 
-def _told(outcome: Outcome, seconds: list[float]) -> str:
-    seconds.sort()
+def _told(outcome: Outcome, asked: list[Asked]) -> str:
+    seconds = sorted(seconds for _, seconds in asked)
     answers = ", ".join(f"{status}: {n}" for status, n in sorted(outcome.statuses.items()))
     p99 = seconds[int(0.99 * (len(seconds) - 1))]
     return f"{outcome.sent} requests ({answers}), /health worst {1e3 * seconds[-1]:.0f} ms, p99 {1e3 * p99:.0f} ms"

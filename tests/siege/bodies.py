@@ -7,6 +7,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,7 @@ import aiohttp
 from leyden.client import ControlClient
 from tests.protocols.bodies import VALID, is_error
 from tests.siege.mutants import ANSWER_S, SERVED, Outcome
+from tests.siege.programs import Asked
 
 PLACE: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "openai-chat": lambda body, text: body.update(messages=[{"role": "user", "content": text}]),
@@ -80,8 +82,31 @@ def _repeated(protocol: str, name: str, item: Any, room: int) -> bytes:
     return json.dumps(body).replace('"LIST"', listed).encode()
 
 
-async def bodies(client: ControlClient, url: str, limit: int, kinds: int | None) -> tuple[Outcome, float]:
-    """Every route with each of its bodies (or the first `kinds` of them). Returns the innocent agent's longest wait."""
+@dataclass(frozen=True)
+class Open:
+    """A body that was being sent or answered."""
+
+    kind: str
+    path: str
+    start: float
+    end: float
+
+
+def beside(opened: list[Open], asked: list[Asked]) -> dict[tuple[str, str], float]:
+    """By kind and path, the longest that /health took while such a body was open, the longest first."""
+    worst = {
+        (body.kind, body.path): max(
+            (seconds for start, seconds in asked if start <= body.end and start + seconds >= body.start), default=0.0
+        )
+        for body in opened
+    }
+    return dict(sorted(worst.items(), key=lambda entry: -entry[1]))
+
+
+async def bodies(client: ControlClient, url: str, limit: int, kinds: int | None) -> tuple[Outcome, float, list[Open]]:
+    """Every route with each of its bodies (or the first `kinds` of them). Returns the innocent agent's longest wait,
+    and when each body was open."""
+    opened: list[Open] = []
     outcome, waits, over = Outcome(), [0.0], asyncio.Event()
     (group,) = await client.create_groups([{"kind": "train", "step": 2, "slot": 0, "size": 2, "task": {}}])
     hostile, innocent = [(await client.claim(r.rollout_id, "siege")).agent_key for r in group.rollouts]
@@ -98,14 +123,16 @@ async def bodies(client: ControlClient, url: str, limit: int, kinds: int | None)
                 waits.append(time.perf_counter() - start)
                 await asyncio.sleep(0.05)
 
-        beside = asyncio.create_task(agent())
+        innocents = asyncio.create_task(agent())
         for path, protocol in SERVED:
             made = await asyncio.to_thread(largest, protocol, limit)
             for name, data in list(made.items())[:kinds]:
+                start = time.perf_counter()
                 await _send(session, url + path, protocol, name, data, hostile, outcome)
+                opened.append(Open(name, path, start, time.perf_counter()))
         over.set()
-        await beside
-    return outcome, max(waits)
+        await innocents
+    return outcome, max(waits), opened
 
 
 async def _send(

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 LIMIT_S = 300.0
+Asked = tuple[float, float]
 SECRET = "siege-" + "s" * 40
 
 
@@ -96,27 +97,28 @@ def health(url: str, timeout_s: float = 30.0) -> float | None:
 
 
 @contextlib.contextmanager
-def watched(url: str) -> Iterator[list[float]]:
-    """Asks /health all the time from a process of its own; the list has the seconds of each once the block is over."""
+def watched(url: str) -> Iterator[list[Asked]]:
+    """Asks /health all the time from a process of its own; once the block is over the list has, of each, when it was
+    asked (`perf_counter`, which processes share) and the seconds that it took."""
     context = multiprocessing.get_context("spawn")
     over, results = context.Event(), context.SimpleQueue()
     watcher = context.Process(target=_watch, args=(url, over, results), daemon=True)
     watcher.start()
-    seconds: list[float] = []
+    asked: list[Asked] = []
     try:
-        yield seconds
+        yield asked
     finally:
         over.set()
-        seconds += results.get()
+        asked += results.get()
         watcher.join()
 
 
-def _watch(url: str, over: Event, results: multiprocessing.SimpleQueue[list[float]]) -> None:
-    seconds = []
+def _watch(url: str, over: Event, results: multiprocessing.SimpleQueue[list[Asked]]) -> None:
+    asked = []
     while not over.wait(0.02):
-        found = health(url)
-        seconds.append(float("inf") if found is None else found)
-    results.put(seconds)
+        start, found = time.perf_counter(), health(url)
+        asked.append((start, float("inf") if found is None else found))
+    results.put(asked)
 
 
 def of_folder(folder: Path, *words: str) -> list[psutil.Process]:

@@ -56,6 +56,7 @@ STATUS = {
 }
 _FUNCTIONS = "functionDeclarations"
 _PLAIN_ALPHABET = str.maketrans("-_", "+/")
+LONGEST_FIELD = 100  # characters; a longer name is no field's, and `re` would keep the interpreter for all of it
 _SNAKE = re.compile(r"(?<=[a-zA-Z0-9])_([a-z0-9])")
 _SIGNATURE = re.compile(rb"leyden-turn-(\d{1,18})")
 
@@ -155,7 +156,10 @@ def _request(body: Json, call: Call, *, stream: bool = False, as_list: bool = Fa
 
 def _named(item: Json) -> Json:
     """With camelCase names, one level deep."""
-    return {_SNAKE.sub(lambda match: match[1].upper(), name): value for name, value in item.items()}
+    return {
+        name if len(name) > LONGEST_FIELD else _SNAKE.sub(lambda match: match[1].upper(), name): value
+        for name, value in item.items()
+    }
 
 
 def _each(body: Json, name: str, path: str = "", *, required: bool = False) -> list[tuple[str, Json]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from leyden.trajectory.causes import ForkCause, sibling_cause
+from leyden.trajectory.causes import PIECE_CHARS, ForkCause, _stands_in, sibling_cause
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations
 from tests.trajectory.messages import OTHER_TOOLS, TOOLS, assistant, known, node, search, system, tool, user
@@ -122,3 +122,11 @@ def test_two_samples_of_one_prompt_are_each_continued() -> None:
     assert search(turns, [*ASK, assistant("a"), user("on")]) == (1, 1, None)
     assert search(turns, [*ASK, assistant("b"), user("on")]) == (2, 1, None)
     assert cause(turns, [*ASK, assistant("c"), user("on")]) is ForkCause.REPLY_REWRITTEN
+
+
+@pytest.mark.parametrize("before", [0, PIECE_CHARS - 60, PIECE_CHARS - 1, PIECE_CHARS, 3 * PIECE_CHARS - 30])
+def test_a_quote_is_found_wherever_it_stands_in_a_long_text(before: int) -> None:
+    quote = "the words of a reply that are long enough to tell it from others"
+    text = " " * before + quote + " " * PIECE_CHARS
+    assert _stands_in(quote, text)
+    assert not _stands_in(quote, text.replace("reply", "repl"))

@@ -18,6 +18,7 @@ from leyden.types import Json
 
 QUOTED_TURNS = 32
 QUOTE_CHARS, LONGEST_QUOTE_CHARS = 40, 400
+PIECE_CHARS = 64 * 1024
 _ESCAPED = re.compile(r'[\x00-\x1f"\'\\<>&]+')
 
 
@@ -174,4 +175,7 @@ def _shown(messages: Sequence[Json]) -> str:
 
 def _stands_in(quoted: str, text: str) -> bool:
     telling = max(_ESCAPED.split(quoted), key=len).strip()[:LONGEST_QUOTE_CHARS]
-    return len(telling) >= QUOTE_CHARS and telling in text
+    if len(telling) < QUOTE_CHARS:
+        return False
+    step = PIECE_CHARS + len(telling) - 1  # one search of a huge text would keep the interpreter from the event loop
+    return any(text.find(telling, at, at + step) >= 0 for at in range(0, len(text), PIECE_CHARS))

@@ -21,6 +21,7 @@
     ├── StoreError             the data base is of another version, or damaged
     ├── GatewayError           the control API could not be reached, or refused (raised by clients)
     ├── LaunchError            a harness or grader could not be started
+    │   └── NoRoom               the machine has no room for it now: disk, inodes, descriptors
     └── TrainingError          a step cannot be computed or resumed
 
 Who retries: the gateway's engine client retries `EngineUnavailable`, of engines that answer otherwise for
@@ -172,6 +173,10 @@ class LaunchError(LeydenError):
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
         self.final = final
+
+
+class NoRoom(LaunchError):
+    """It passes, and no attempt can help it: the attempt is given back."""
 
 
 class TrainingError(LeydenError):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller import loop
+from leyden.controller import act, loop, workspace
 from tests.controller.conftest import controlling
 from tests.controller.fake_gateway import FakeGateway
 
@@ -39,3 +43,26 @@ async def test_nothing_is_started_without_room(
             (rollout,) = await gateway.ended()
     assert rollout["state"] == "succeeded"
     assert [r.getMessage() for r in caplog.records if "disk" in r.getMessage()] == ["the disk is short"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE])
+@pytest.mark.parametrize("of_a_template", [False, True])
+async def test_a_workspace_without_room_uses_up_no_attempt(
+    config: Config, monkeypatch: pytest.MonkeyPatch, gone: Callable[[], list[str]], code: int, of_a_template: bool
+) -> None:
+    monkeypatch.setattr(act, "NO_ROOM_PAUSE_S", 0.05)
+    error = OSError(code, os.strerror(code), "task.json")
+    failures = [shutil.Error([("a", "b", str(error))]) if of_a_template else error] * 3
+    write = workspace._write_private
+
+    def short(path: Path, text: str) -> None:
+        if failures:
+            raise failures.pop()
+        write(path, text)
+
+    monkeypatch.setattr(workspace, "_write_private", short)
+    async with FakeGateway(max_attempts=1) as gateway:
+        gateway.add("r1", None)
+        async with controlling(config(), gateway):
+            (rollout,) = await gateway.ended()
+    assert (rollout["state"], rollout["attempt"], failures) == ("succeeded", 4, [])

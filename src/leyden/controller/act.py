@@ -36,11 +36,12 @@ from leyden.controller.plan import (
     Start,
     TakeOver,
 )
-from leyden.errors import GatewayError, LaunchError
+from leyden.errors import GatewayError, LaunchError, NoRoom
 from leyden.types import FailureClass, RolloutState
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
+NO_ROOM_PAUSE_S = 5.0
 MOST_REASON_CHARS = 2000
 
 
@@ -59,7 +60,8 @@ class Actor:
     clock: Clock = field(default_factory=Clock)
 
     async def perform(self, action: Action) -> None:
-        """One action with its failures: a conflict is read again, a failed launch voids the attempt.
+        """One action with its failures: a conflict is read again, a failed launch voids the attempt, and one for which
+        the machine has no room is given back.
 
         So does everything else that goes wrong, for an attempt is a stranger's: what it leaves in its folder or makes
         of its machine must end this attempt alone. The slot is free again once the gateway knows.
@@ -67,6 +69,8 @@ class Actor:
         rollout_id = action.rollout_id or ""
         try:
             await self._dispatch(action)
+        except NoRoom as error:
+            await self._give_back(rollout_id, error)
         except LaunchError as error:
             self.board.change(rollout_id, phase=Phase.LOST, problem=str(error), final=error.final)
         except GatewayError as error:
@@ -77,6 +81,17 @@ class Actor:
         if attempt is not None and attempt.attempt == 0:
             self.board.forget(rollout_id)
         self.board.change(rollout_id, busy=False)
+
+    async def _give_back(self, rollout_id: str, error: NoRoom) -> None:
+        """The attempt uses up none of `max_attempts`. It is tried again, here or elsewhere, after a pause."""
+        number = self.board.attempts[rollout_id].attempt
+        log.warning("rollout %s attempt %d: %s; it is given back", rollout_id, number, error)
+        try:
+            self.board.absorb([await self.client.give_back(rollout_id, number, str(error)[:MOST_REASON_CHARS])])
+        except GatewayError as refused:
+            await self._reread(rollout_id, refused)
+        self.board.change(rollout_id, phase=Phase.LOST, problem=str(error))
+        await asyncio.sleep(NO_ROOM_PAUSE_S)
 
     async def _void(self, action: Action, error: Exception) -> None:
         """After an error that nobody expected. Where the attempt is void already, the plan tries again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,19 +16,23 @@ from leyden.controller.backends.leyden_launcher import removal
 from leyden.controller.backends.leyden_launcher.removal import open_up
 from leyden.controller.launch import AttemptPaths, is_plain_name, variables
 from leyden.controller.templates import render
-from leyden.errors import LaunchError
+from leyden.errors import LaunchError, NoRoom
 from leyden.types import Json
 
 SETTLED = "settled"
 MOST_PARTS = 100
 _BY_TASK = re.compile(r"\{[{%](?:(?!\{[{%]).)*?\btask\b", re.DOTALL)
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
+_NO_ROOM = {
+    os.strerror(code)
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+}
 
 
 def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
     """Make the attempt's folder: task.json, and the workspace from the template folder and the task's files.
 
-    Raises LaunchError naming the offending path. What an interrupted start left in the folder is replaced.
+    Raises LaunchError naming the offending path, NoRoom on a full disk. What an interrupted start left in the folder is replaced.
     """
     try:
         own_folder(paths.root.parent)
@@ -42,7 +47,12 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
         if config.workspace.files is not None:
             write_files(paths.workspace, task_files(task, config.workspace.files))
     except OSError as error:
-        raise LaunchError(f"the workspace {paths.workspace} cannot be made: {error}") from error
+        raise _failed(f"the workspace {paths.workspace} cannot be made: {error}") from error
+
+
+def _failed(problem: str) -> LaunchError:
+    """By the system's words, since `shutil.Error` has no number."""
+    return NoRoom(problem) if any(words in problem for words in _NO_ROOM) else LaunchError(problem)
 
 
 def settle(paths: AttemptPaths) -> None:
@@ -88,7 +98,7 @@ def own_folder(folder: Path) -> None:
 def ready_to_grade(task: Json, paths: AttemptPaths, number: int) -> None:
     """What a grader starts with: the task as the gateway has it, a place for its own files, and the workspace as the
     harness left it. Where that is no folder, or not even the attempt's own is there, the grader finds an empty one:
-    an agent that wrecks what is to be graded is graded on the wreck. Raises LaunchError.
+    an agent that wrecks what is to be graded is graded on the wreck. Raises LaunchError, NoRoom.
     """
     try:
         own_folder(paths.root.parent)
@@ -104,7 +114,7 @@ def ready_to_grade(task: Json, paths: AttemptPaths, number: int) -> None:
                 before.replace(paths.grade / f"exit.{number - 1}.json")
         own_folder(paths.workspace)
     except OSError as error:
-        raise LaunchError(f"the grader's folders in {paths.root} cannot be made: {error}") from error
+        raise _failed(f"the grader's folders in {paths.root} cannot be made: {error}") from error
 
 
 def task_files(task: Json, name: str) -> dict[PurePosixPath, str]:

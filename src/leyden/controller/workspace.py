@@ -24,8 +24,7 @@ MOST_PARTS = 100
 _BY_TASK = re.compile(r"\{[{%](?:(?!\{[{%]).)*?\btask\b", re.DOTALL)
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
 _NO_ROOM = {
-    os.strerror(code)
-    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 }
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 20.0
 IDLE_CONNECTION_S = 3600
 BACKLOG = 2048
+SWITCH_S = 0.0005  # how long a worker thread keeps the interpreter from the loop that wants it; 5 ms by default
 
 
 def build(
@@ -225,6 +227,7 @@ def serve(
         if with_parent:
             threading.Thread(target=_stop_with_parent, args=(server,), daemon=True).start()
         _announce(config.run_dir, url)
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # what is there now stays: collections need not look at it
         log.info("gateway listens on %s", url)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

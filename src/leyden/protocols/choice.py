@@ -52,7 +52,7 @@ def of_gemini(calling: Json) -> ToolChoice:
 
 
 def _names(tools: Any) -> tuple[str, ...]:
-    """The names of `{"name"}` and of `{"function": {"name"}}`."""
+    """The names of `{"name"}`, of `{"function": {"name"}}` and of `{"custom": {"name"}}`."""
     kept = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in kept]
+    inner = [next((tool[k] for k in ("function", "custom") if isinstance(tool.get(k), dict)), tool) for tool in kept]
     return tuple(shown_name(tool["name"], tool.get("namespace")) for tool in inner if isinstance(tool.get("name"), str))

@@ -2,7 +2,7 @@
 
 Reasoning goes out as `reasoning_content`, the name that every harness we ran reads, and comes back under that name or
 as `reasoning`. Messages of the time before tools (`function_call`, role `function`) are read as tool calls and results.
-A `name` of a user or an assistant is left out, as chat templates do.
+A `name` of a user or an assistant is left out, as chat templates do. Custom tools are `custom_tools`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from leyden.errors import RequestError
-from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, event, image, joined
+from leyden.protocols.chat import (
+    Call,
+    ChatChoice,
+    ChatReply,
+    ChatRequest,
+    HarnessSampling,
+    Recall,
+    event,
+    image,
+    joined,
+)
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.choice import of_openai
+from leyden.protocols.custom_tools import arguments_of_input, custom_function, input_of
 from leyden.protocols.fields import check_fields
 from leyden.protocols.files import file_text, is_file, unshown
 from leyden.protocols.wishes import unmet
@@ -25,7 +36,7 @@ KEY_PARAMETER: str | None = None
 MAX_CHOICES = 128
 
 
-def parse(body: Json, _call: Call) -> ChatRequest:
+def parse(body: Json, call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     ignored = check_fields(PROTOCOL, body)
     messages = objects(body, "messages", required=True)
@@ -37,7 +48,7 @@ def parse(body: Json, _call: Call) -> ChatRequest:
     ignored += ("tool_choice",) if tool_choice.forced else ()
     return ChatRequest(
         model=field(body, "model", str, required=True),
-        messages=[_message(item, path) for path, item in messages],
+        messages=[_message(item, path, call.recall) for path, item in messages],
         tools=[_tool(item, path) for path, item in objects(body, "tools")],
         callable_tools=tool_choice.callable_tools,
         one_call=tool_choice.one_call,
@@ -53,18 +64,19 @@ def parse(body: Json, _call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
             seed=integer(body, "seed"),
         ),
+        echo={"custom": [tool["custom"]["name"] for _, tool in objects(body, "tools") if tool.get("type") == "custom"]},
         ignored=ignored,
         unmet=unmet(PROTOCOL, body, ignored),
     )
 
 
-def reply(answer: ChatReply, _request: ChatRequest) -> Json:
+def reply(answer: ChatReply, request: ChatRequest) -> Json:
     """The body of a plain answer."""
     return _envelope(answer, "chat.completion") | {
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "refusal": None, **_wire_message(choice)},
+                "message": {"role": "assistant", "refusal": None, **_reply_message(choice, request)},
                 "logprobs": None,
                 "finish_reason": _finish_reason(choice),
             }
@@ -79,7 +91,7 @@ def stream(answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
     head = _envelope(answer, "chat.completion.chunk")
     tail: Json = {"usage": None} if request.include_usage else {}
     for index, choice in enumerate(answer.choices):
-        for delta, finish_reason in _deltas(choice):
+        for delta, finish_reason in _deltas(choice, request):
             part = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
             yield event(head | {"choices": [part]} | tail)
     if request.include_usage:
@@ -101,37 +113,37 @@ def models(names: list[str]) -> Json:
     return {"object": "list", "data": data}
 
 
-def _message(item: Json, path: str) -> Json:
+def _message(item: Json, path: str, recall: Recall) -> Json:
     role = item.get("role")
     parse_role = _ROLES.get(role) if isinstance(role, str) else None
     if parse_role is None:
         allowed = ", ".join(sorted(_ROLES))
         raise RequestError(f"{path}.role is {role!r:.80}; allowed are {allowed}", param=f"{path}.role")
-    return parse_role(item, path)
+    return parse_role(item, path, recall)
 
 
-def _system(item: Json, path: str) -> Json:
+def _system(item: Json, path: str, _recall: Recall) -> Json:
     return {"role": "system", "content": _content(item.get("content"), f"{path}.content")}
 
 
-def _user(item: Json, path: str) -> Json:
+def _user(item: Json, path: str, _recall: Recall) -> Json:
     return {"role": "user", "content": _content(item.get("content"), f"{path}.content", images=True)}
 
 
-def _assistant(item: Json, path: str) -> Json:
+def _assistant(item: Json, path: str, recall: Recall) -> Json:
     content = _content(item.get("content"), f"{path}.content") or _content(item.get("refusal"), f"{path}.refusal")
     message: Json = {"role": "assistant", "content": content}
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
     if calls := objects(item, "tool_calls", path=path):
-        message["tool_calls"] = [_tool_call(call, where) for where, call in calls]
+        message["tool_calls"] = [_tool_call(call, where, recall) for where, call in calls]
     elif item.get("function_call") is not None:
-        message["tool_calls"] = [_tool_call({"function": item["function_call"]}, f"{path}.function_call")]
+        message["tool_calls"] = [_tool_call({"function": item["function_call"]}, f"{path}.function_call", recall)]
     return message
 
 
-def _tool_message(item: Json, path: str) -> Json:
+def _tool_message(item: Json, path: str, _recall: Recall) -> Json:
     message: Json = {"role": "tool", "content": _content(item.get("content"), f"{path}.content", images=True)}
     for name in ("tool_call_id", "name"):
         if isinstance(item.get(name), str):
@@ -139,7 +151,7 @@ def _tool_message(item: Json, path: str) -> Json:
     return message
 
 
-_ROLES: dict[str, Callable[[Json, str], Json]] = {
+_ROLES: dict[str, Callable[[Json, str, Recall], Json]] = {
     "system": _system,
     "developer": _system,
     "user": _user,
@@ -176,7 +188,10 @@ def _part(part: Any, path: str, *, images: bool) -> str | Json:
     raise RequestError(f"{path} has type {kind!r:.80}; allowed are parts of type {allowed}", param=path)
 
 
-def _tool_call(call: Json, path: str) -> Json:
+def _tool_call(call: Json, path: str, recall: Recall) -> Json:
+    if isinstance(custom := call.get("custom"), dict):
+        text = field(custom, "input", str, path=f"{path}.custom") or ""
+        call = call | {"function": custom | {"arguments": arguments_of_input(text, call.get("id"), recall)}}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} has no function with a name", param=path)
@@ -186,12 +201,23 @@ def _tool_call(call: Json, path: str) -> Json:
 
 
 def _tool(item: Json, path: str) -> Json:
+    if item.get("type") == "custom":
+        return {"type": "function", "function": _custom(item, path)}
     function = item.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{path} is not a function tool with a name", param=path)
     field(function, "description", str, path=f"{path}.function")
     field(function, "parameters", dict, path=f"{path}.function")
     return {"type": "function", "function": function}
+
+
+def _custom(item: Json, path: str) -> Json:
+    where = f"{path}.custom"
+    custom = field(item, "custom", dict, required=True, path=path)
+    name = field(custom, "name", str, required=True, path=where)
+    form = field(custom, "format", dict, path=where) or {}
+    grammar = field(form, "grammar", dict, path=f"{where}.format") or {}
+    return custom_function(name, field(custom, "description", str, path=where), grammar)
 
 
 def _envelope(answer: ChatReply, kind: str) -> Json:
@@ -207,17 +233,20 @@ def _usage(answer: ChatReply) -> Json:
     }
 
 
-def _wire_message(choice: ChatChoice) -> Json:
+def _reply_message(choice: ChatChoice, request: ChatRequest) -> Json:
     message: Json = {"content": choice.message["content"] or (None if choice.tool_calls else "")}
     if "reasoning_content" in choice.message:
         message["reasoning_content"] = choice.message["reasoning_content"]
     if choice.tool_calls:
-        message["tool_calls"] = [_wire_call(call) for call in choice.tool_calls]
+        message["tool_calls"] = [_reply_call(call, request) for call in choice.tool_calls]
     return message
 
 
-def _wire_call(call: Json) -> Json:
+def _reply_call(call: Json, request: ChatRequest) -> Json:
     function = call["function"]
+    if function["name"] in request.echo.get("custom", ()):
+        custom = {"name": function["name"], "input": input_of(function["arguments"])}
+        return {"id": call["id"], "type": "custom", "custom": custom}
     text = arguments_text(function["arguments"])
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": text}}
 
@@ -228,8 +257,8 @@ def _finish_reason(choice: ChatChoice) -> str:
     return "tool_calls" if choice.tool_calls else "stop"
 
 
-def _deltas(choice: ChatChoice) -> Iterator[tuple[Json, str | None]]:
-    message = _wire_message(choice)
+def _deltas(choice: ChatChoice, request: ChatRequest) -> Iterator[tuple[Json, str | None]]:
+    message = _reply_message(choice, request)
     yield {"role": "assistant", "content": ""}, None
     if message.get("reasoning_content"):
         yield {"reasoning_content": message["reasoning_content"]}, None

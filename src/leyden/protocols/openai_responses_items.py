@@ -24,8 +24,9 @@ from typing import Any
 from leyden.errors import NotFound, RequestError
 from leyden.protocols.chat import ChatReply, Recall, image, joined
 from leyden.protocols.checks import arguments_of, field, kind_of, objects
+from leyden.protocols.custom_tools import arguments_of_input
 from leyden.protocols.files import file_text, is_file
-from leyden.protocols.openai_responses_tools import Offered, call_item, input_of, shown_name
+from leyden.protocols.openai_responses_tools import Offered, call_item, shown_name
 from leyden.types import FinishReason, Json
 
 _ID = re.compile(r"(rs|msg|fc|ctc|call|resp)_(\d{1,18})(?:_(\d{1,9}))?")
@@ -139,24 +140,13 @@ def _reasoning(item: Json, path: str, recall: Recall) -> tuple[Json | None, int 
     return None, None
 
 
-def _custom_arguments(item: Json, path: str, recall: Recall) -> str | Json:
-    """Those that were sampled where the input is made of them, else the input as the one argument."""
-    text: str = field(item, "input", str, path=path) or ""
-    named = handle(item.get("call_id"))
-    calls = (recall.reply(named.turn_id) or {}).get("tool_calls", []) if named else []
-    if named and named.index < len(calls):
-        sampled: str | Json = calls[named.index]["function"]["arguments"]
-        if input_of(sampled) == text:
-            return sampled
-    return {"input": text}
-
-
 def _function_call(item: Json, path: str, recall: Recall) -> tuple[Json, int | None]:
     name, call_id = item.get("name"), item.get("call_id")
     if not isinstance(name, str):
         raise RequestError(f"{path}.name is {kind_of(name)}; send the name of a function", param=f"{path}.name")
     if item.get("type") == "custom_tool_call":
-        arguments: str | Json = _custom_arguments(item, path, recall)
+        text: str = field(item, "input", str, path=path) or ""
+        arguments = arguments_of_input(text, call_id, recall)
     else:
         arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
     shown = shown_name(name, item.get("namespace"))

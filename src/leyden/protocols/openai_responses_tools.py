@@ -15,13 +15,8 @@ from typing import Any
 
 from leyden.errors import RequestError
 from leyden.protocols.checks import arguments_text, field, kind_of, objects
+from leyden.protocols.custom_tools import custom_function, input_of
 from leyden.types import Json
-
-INPUT: Json = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The whole input of the tool, as it is."}},
-    "required": ["input"],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +61,6 @@ def call_item(call: Json, offered: dict[str, Offered]) -> Json:
     return {"type": "function_call", **named, "arguments": arguments_text(function["arguments"])}
 
 
-def input_of(arguments: str | Json) -> str:
-    """The input of a custom tool: the argument of that name if it is all there is, else the arguments as JSON."""
-    if isinstance(arguments, dict) and list(arguments) == ["input"] and isinstance(arguments["input"], str):
-        return arguments["input"]
-    return arguments_text(arguments)
-
-
 def _each(body: Json) -> Iterator[tuple[str, Json, str | None]]:
     """Each tool with its path and its namespace."""
     for path, item in objects(body, "tools"):
@@ -90,20 +78,11 @@ def _offered(item: Json, path: str, namespace: str | None, *, custom: bool) -> O
         kind = "custom tool" if custom else "function"
         raise RequestError(f"{path} is a {kind} without a name", param=f"{path}.name")
     description = field(item, "description", str, path=path)
-    function: Json = {"name": shown_name(name, namespace)}
+    shown = shown_name(name, namespace)
     if custom:
-        texts = [description, _format(field(item, "format", dict, path=path) or {})]
-        function |= {"description": "\n\n".join(filter(None, texts)), "parameters": INPUT}
+        function = custom_function(shown, description, field(item, "format", dict, path=path) or {})
     else:
         field(item, "parameters", dict, path=path)
         kept = ("description", "parameters", "strict")
-        function |= {key: item[key] for key in kept if item.get(key) is not None}
+        function = {"name": shown} | {key: item[key] for key in kept if item.get(key) is not None}
     return Offered(function, name, namespace, custom)
-
-
-def _format(form: Json) -> str | None:
-    """A grammar in words. It cannot be enforced without other sampling."""
-    definition = form.get("definition")
-    if not isinstance(definition, str):
-        return None
-    return f"The input follows this grammar ({form.get('syntax') or 'lark'}):\n{definition}"

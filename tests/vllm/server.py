@@ -23,9 +23,10 @@ from tests.vllm.model import CONTEXT_TOKENS
 
 T = TypeVar("T")
 START_S = 600.0
+KEY = "key-of-the-engine"
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64", "--enforce-eager"),
-    *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+    *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--api-key", KEY),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
 )
 ENVIRONMENT = {
@@ -102,7 +103,11 @@ class Vllm:
         self.url = url
 
     async def post(self, path: str, body: Any = None) -> Any:
-        async with aiohttp.ClientSession() as session, session.post(self.url + path, json=body) as response:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(self.url + path, json=body) as response,
+        ):
             assert response.status == 200, await response.text()
             return await response.json() if response.content_type == "application/json" else None
 
@@ -156,6 +161,7 @@ async def relay(upstream: str, *, missing: frozenset[str] = frozenset(), port: i
                 return web.json_response({"detail": "Not Found"}, status=404)
             body = await request.read()
             headers = {"content-type": request.headers.get("content-type", "application/json")}
+            headers |= {name: request.headers[name] for name in ("authorization",) if name in request.headers}
             generation = request.method == "POST"
             state.open += generation
             try:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from leyden.gateway.render import ModelRenderer
@@ -17,7 +18,7 @@ from tests.gateway.test_chat import BASH, SYSTEM, USER, call, sdk
 from tests.gateway.test_engines import metric
 from tests.vllm.conftest import Weights
 from tests.vllm.model import CONTEXT_TOKENS, Reference
-from tests.vllm.server import Vllm, relay
+from tests.vllm.server import KEY, Vllm, relay
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SLOW = pytest.mark.slow
@@ -27,12 +28,12 @@ CLOSE = 1e-4
 
 @asynccontextmanager
 async def gateway_to(
-    tmp_path: Path, weights: Weights, renderer: ModelRenderer, *urls: str, **sections: Any
+    tmp_path: Path, weights: Weights, renderer: ModelRenderer, *urls: str, key: str | None = KEY, **sections: Any
 ) -> AsyncIterator[Gateway]:
     engine = {"kind": "vllm", "urls": list(urls)} | sections.pop("engine", {})
     model = {"context_tokens": CONTEXT_TOKENS}
     config = make_config(tmp_path, weights.first, engine=engine, model=model, **sections)
-    async with serving(config, renderer) as gateway:
+    async with serving(config, renderer, engine_key=key) as gateway:
         yield gateway
 
 
@@ -160,6 +161,21 @@ async def test_a_caller_that_hangs_up_ends_the_request_in_vllm(gateway: Gateway,
             await asyncio.sleep(0.05)
     assert len(await gateway.turns(rollout_id)) == before
     assert await metric(gateway, 'leyden_turns_total{state="abandoned"}') == 1
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+@pytest.mark.parametrize("render", ["gateway", "engine"])
+async def test_an_engine_that_refuses_the_key(
+    tmp_path: Path, weights: Weights, renderer: ModelRenderer, vllm: Vllm, key: str | None, render: str
+) -> None:
+    """The refusal names the setting, and repeats no key."""
+    engine = {"give_up_s": 0.5, "health_interval_s": 0.2, "render": render}
+    async with gateway_to(tmp_path, weights, renderer, vllm.url, key=key, engine=engine) as gateway:
+        _, agent = await gateway.start_rollout()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await call(sdk(gateway, agent, max_retries=0), [USER])
+    assert "engine.api_key_env" in caught.value.message
+    assert "another" not in caught.value.message.replace("another try", "")
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class EngineHttp:
         text = f"engine {url} answered {answer.status}: {self._words(answer.body)}"
         if answer.status in WORTH_ANOTHER_TRY or answer.status >= 500:
             raise EngineUnavailable(text, status=answer.status, retry_after_s=_seconds(answer.retry_after))
-        raise EngineRejected(text, status=answer.status)
+        raise _rejected(text, answer.status)
 
     async def get(self, url: str, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises EngineUnavailable if there is no answer within `timeout_s`."""
@@ -66,7 +66,7 @@ class EngineHttp:
         if status >= 500:
             raise EngineUnavailable(said)  # without the status: 503 is no sign of being busy here
         if status in (401, 403):
-            raise EngineRejected(f"{said}; engine.api_key_env names the variable that holds its key", status=status)
+            raise _rejected(said, status)
 
     async def close(self) -> None:
         self._connections.close()
@@ -83,6 +83,12 @@ class EngineHttp:
             return await self._connections.request(method, url, path, body, still=still)
         except (OSError, UnicodeError) as error:  # a host name that is none is a UnicodeError
             raise EngineUnavailable(f"engine {url}: {error or type(error).__name__}") from error
+
+
+def _rejected(said: str, status: int) -> EngineRejected:
+    """vLLM answers GET /health without a key, and refuses calls."""
+    hint = "; engine.api_key_env names the variable that holds its key" if status in (401, 403) else ""
+    return EngineRejected(said + hint, status=status)
 
 
 def parsed(url: str, raw: bytes) -> Any:

@@ -12,6 +12,7 @@ from leyden.protocols import ChatRequest
 from leyden.store import Store
 from leyden.store.controllers import LEASE_S
 from leyden.store.database import migrations
+from leyden.store.outage import MOST_OUTAGES
 from leyden.store.pack import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from leyden.types import FinishReason, Generation, TurnState, VersionSpan
 
@@ -171,3 +172,19 @@ def test_a_newer_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not a data base, but long enough to look like one" * 100)
     with pytest.raises(StoreError, match="cannot be opened"):
         Store(path)
+
+
+def test_a_rollout_whose_calls_end_the_gateway_is_not_run_for_ever(store: Store) -> None:
+    """One beside it, which had no call open, is run on."""
+    suspect, other = running(store), running(store, slot=1)
+    for attempt in range(1, MOST_OUTAGES + 1):
+        assert store.rollouts.get(suspect)["attempt"] == attempt
+        store.turns.open(suspect, attempt, b"%d" % attempt, REQUEST, None)
+        store.come_back()
+        for rollout_id in (suspect, other):
+            if store.rollouts.get(rollout_id)["state"] == "queued":
+                store.rollouts.claim(rollout_id, "c")
+    failed, going = store.rollouts.get(suspect), store.rollouts.get(other)
+    assert (failed["state"], failed["failure"], failed["reward"]) == ("failed", "infrastructure", None)
+    assert "ended 10 times while a call of this rollout was open" in failed["reason"]
+    assert (going["state"], going["failure"]) == ("running", None)

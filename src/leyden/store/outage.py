@@ -9,6 +9,7 @@ with it. The others are void, and use up none of `harness.max_attempts`:
     one conversation                                void at its end, unless a call has continued its last turn by then
     graded, and no reward yet                       the grader may go on; void if there is no reward in the end
 
+A rollout of which a call was open at `MOST_OUTAGES` such ends may be what ends the gateway: it fails, unscored.
 Time in which the gateway was away is held time.
 """
 
@@ -24,6 +25,7 @@ from leyden.store.database import next_change, transaction
 
 UNSEEN = "the gateway was away while the harness ran, and no call since then has shown that it missed nothing"
 GRADER = 0
+MOST_OUTAGES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,18 @@ def _ends(db: sqlite3.Connection, rollout_id: str, attempt: int) -> list[int]:
 
 
 def _spare(db: sqlite3.Connection, rollout_id: str) -> None:
+    """Queued again, and the attempt does not count."""
+    suspected = db.execute(
+        "SELECT COUNT(DISTINCT attempt) FROM turns WHERE rollout_id = ? AND state = 'lost'", (rollout_id,)
+    ).fetchone()[0]
+    if suspected >= MOST_OUTAGES:
+        why = f"the gateway ended {suspected} times while a call of this rollout was open: see the gateway's log"
+        db.execute(
+            "UPDATE rollouts SET state = 'failed', failure = 'infrastructure', reason = ?, finished = ?, change = ? "
+            "WHERE rollout_id = ?",
+            (why, time.time(), next_change(db), rollout_id),
+        )
+        return
     db.execute(
         "UPDATE rollouts SET state = 'queued', spared = spared + 1, reason = ?, change = ? WHERE rollout_id = ?",
         (UNSEEN, next_change(db), rollout_id),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 UNWRITABLE = 503
+PROOF_S = 10.0
 # Below the 5 s after which common servers close an idle connection, so that no request meets a dying socket.
 KEEP_ALIVE_S = 2.0
 
@@ -285,7 +286,7 @@ class ControlClient:
         return self._http
 
     async def _prove(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        timeout = aiohttp.ClientTimeout(total=PROOF_S)
         async with aiohttp.ClientSession(timeout=timeout) as keyless:
             await prove(keyless, self._url, self._key)
         self._known = True

@@ -72,6 +72,7 @@ async def test_the_model_is_shown_the_tool_and_its_grammar(gateway: Gateway) -> 
     shown = gateway.renderer.decode(gateway.engine.requests[0].prompt_ids)
     assert '"name": "apply_patch"' in shown
     assert "start: /.+/" in shown
+    assert await gateway.client.unmet() == {"tools.grammar": 1}
 
 
 async def test_calls_of_a_tool_that_is_not_allowed_are_text(gateway: Gateway) -> None:

@@ -61,7 +61,7 @@ def serving_vllm(python: Path, model: Path, log: Path) -> Iterator[str]:
 @contextmanager
 def _guard(group: int) -> Iterator[None]:
     """Ends the server's processes also when this one is killed: then the guard's input ends."""
-    command = f"cat > /dev/null; kill -KILL -- -{group} 2> /dev/null"
+    command = f"cat > /dev/null; kill -s KILL -- -{group}"
     with subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True) as guard:
         try:
             yield

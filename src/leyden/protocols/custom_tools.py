@@ -17,12 +17,18 @@ PARAMETERS: Json = {
 _CALL_ID = re.compile(r"call_(\d{1,18})_(\d{1,9})")
 
 
-def custom_function(name: str, description: str | None, grammar: Json) -> Json:
+def custom_function(name: str, description: str | None, form: Json) -> Json:
     """The function that stands for a custom tool. A grammar is put into words: only other sampling could enforce it."""
-    definition = grammar.get("definition")
-    rule = f"The input follows this grammar ({grammar.get('syntax') or 'lark'}):\n{definition}"
-    texts = [description, rule if isinstance(definition, str) else None]
+    grammar = grammar_of(form)
+    rule = f"The input follows this grammar ({grammar.get('syntax') or 'lark'}):\n{grammar.get('definition')}"
+    texts = [description, rule if grammar else None]
     return {"name": name, "description": "\n\n".join(filter(None, texts)), "parameters": PARAMETERS}
+
+
+def grammar_of(form: Any) -> Json:
+    """`syntax` and `definition` of a format, as chat nests them or as Responses does not; empty for plain text."""
+    inner = form.get("grammar", form) if isinstance(form, dict) else None
+    return inner if isinstance(inner, dict) and isinstance(inner.get("definition"), str) else {}
 
 
 def input_of(arguments: str | Json) -> str:

@@ -24,7 +24,7 @@ from leyden.protocols.chat import (
 )
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.choice import of_openai
-from leyden.protocols.custom_tools import arguments_of_input, custom_function, input_of
+from leyden.protocols.custom_tools import arguments_of_input, custom_function, grammar_of, input_of
 from leyden.protocols.fields import check_fields
 from leyden.protocols.files import file_text, is_file, unshown
 from leyden.protocols.wishes import unmet
@@ -46,6 +46,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
     tool_choice = of_openai(body)
     ignored += tuple(unshown(body.get("messages")))
     ignored += ("tool_choice",) if tool_choice.forced else ()
+    custom = [tool["custom"] for _, tool in objects(body, "tools") if isinstance(tool.get("custom"), dict)]
+    ignored += ("tools.grammar",) * any(grammar_of(tool.get("format")) for tool in custom)
     return ChatRequest(
         model=field(body, "model", str, required=True),
         messages=[_message(item, path, call.recall) for path, item in messages],
@@ -64,7 +66,7 @@ def parse(body: Json, call: Call) -> ChatRequest:
             top_k=integer(body, "top_k", -1),
             seed=integer(body, "seed"),
         ),
-        echo={"custom": [tool["custom"]["name"] for _, tool in objects(body, "tools") if tool.get("type") == "custom"]},
+        echo={"custom": [tool.get("name") for tool in custom]},
         ignored=ignored,
         unmet=unmet(PROTOCOL, body, ignored),
     )
@@ -216,8 +218,7 @@ def _custom(item: Json, path: str) -> Json:
     custom = field(item, "custom", dict, required=True, path=path)
     name = field(custom, "name", str, required=True, path=where)
     form = field(custom, "format", dict, path=where) or {}
-    grammar = field(form, "grammar", dict, path=f"{where}.format") or {}
-    return custom_function(name, field(custom, "description", str, path=where), grammar)
+    return custom_function(name, field(custom, "description", str, path=where), form)
 
 
 def _envelope(answer: ChatReply, kind: str) -> Json:

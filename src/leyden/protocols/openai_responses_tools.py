@@ -15,7 +15,7 @@ from typing import Any
 
 from leyden.errors import RequestError
 from leyden.protocols.checks import arguments_text, field, kind_of, objects
-from leyden.protocols.custom_tools import custom_function, input_of
+from leyden.protocols.custom_tools import custom_function, grammar_of, input_of
 from leyden.types import Json
 
 
@@ -37,13 +37,14 @@ def shown_name(name: str, namespace: Any) -> str:
 
 
 def offered_tools(body: Json) -> tuple[list[Offered], list[str]]:
-    """The tools that the model is shown, and the kinds of the others. Raises RequestError."""
+    """The tools that the model is shown, and what of the others and of grammars is not. Raises RequestError."""
     offered: list[Offered] = []
     left_out: list[str] = []
     for path, item, namespace in _each(body):
         kind = item.get("type")
         if kind in ("function", "custom"):
             offered.append(_offered(item, path, namespace, custom=kind == "custom"))
+            left_out += ["tools.grammar"] if grammar_of(item.get("format")) else []
         else:
             left_out.append(f"tools.{kind if isinstance(kind, str) else kind_of(kind)}")
     return offered, left_out

@@ -52,13 +52,14 @@ WISHES: dict[str, frozenset[str]] = {
                 f"generationConfig.{name}"
                 for name in (
                     *("responseMimeType", "responseSchema", "responseJsonSchema", "_responseJsonSchema"),
-                    *("responseFormat", "thinkingConfig", "speechConfig", "imageConfig"),
+                    *("responseFormat", "thinkingConfig", "speechConfig", "imageConfig", "translationConfig"),
+                    *("routingConfig", "modelSelectionConfig", "enableAffectiveDialog", "enableEnhancedCivicAnswers"),
                 )
             ),
         }
     ),
 }
-# Kinds of tools that are not offered to the model, and of content that it is not shown.
+# Kinds of tools that are not offered to the model, grammars that no input is held to, and content that is not shown.
 TOOLS = frozenset(
     {
         *("web_search", "web_search_preview", "web_fetch", "file_search", "code_interpreter", "code_execution"),
@@ -66,7 +67,7 @@ TOOLS = frozenset(
         *("apply_patch", "text_editor", "memory", "mcp", "mcp_toolset", "tool_search", "advisor"),
         *("tool_search_tool_regex", "tool_search_tool_bm25", "programmatic_tool_calling", "googleSearch"),
         *("googleSearchRetrieval", "codeExecution", "urlContext", "googleMaps", "fileSearch", "computerUse"),
-        *("enterpriseWebSearch", "mcpServers", "retrieval"),
+        *("enterpriseWebSearch", "mcpServers", "retrieval", "grammar"),
     }
 )
 CONTENT = frozenset({"document", "file", "audio", "video", "container_upload"})

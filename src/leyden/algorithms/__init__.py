@@ -1,8 +1,7 @@
-"""From rewards and samples to a loss: pure functions of numpy and PyTorch, without I/O and without a model.
+"""From rewards and samples to a loss: pure functions of numpy and PyTorch.
 
 advantages.py    rewards of one group -> advantages of its rollouts
-batch.py         groups -> weighted samples -> mini-batches (optimizer steps) -> micro-batches (backward
-passes)
+batch.py         groups -> weighted samples -> mini-batches (one optimizer step each) -> micro-batches
 weights.py       trained tokens per rollout -> weight of each of its tokens
 padding.py       samples of a micro-batch -> padded ids and flat per-token vectors
 losses.py        per-token losses from log-probs

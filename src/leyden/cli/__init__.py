@@ -1,4 +1,4 @@
-"""The command line. Only this package reads run files, configures logging and prints.
+"""The commands. Only this package reads run files and environment variables, configures logging and prints.
 
 Nothing heavy (torch, transformers, matplotlib, aiohttp) is imported before a command needs it, so that help, refusals
 and `--dry-run` answer at once.

@@ -1,4 +1,4 @@
-"""What a program needs to talk to a running gateway: keys, the control API, the columnar turns, rewards.
+"""What programs need to talk to a gateway: keys, the control API, turns, rewards.
 
 Names are imported on first use, so that a grader which only posts a reward does not load aiohttp or Arrow.
 """

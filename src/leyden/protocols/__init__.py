@@ -1,4 +1,4 @@
-"""Wire protocols: one pure file each, no I/O. `chat.WireProtocol` says what a file has to offer."""
+"""What harnesses speak: one pure file per protocol, no I/O. `chat.WireProtocol` says what a file has to offer."""
 
 from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, Recall, WireProtocol
 from leyden.protocols.routes import COUNT_ROUTES, LIST_ROUTES, ROUTES

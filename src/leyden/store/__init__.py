@@ -1,4 +1,4 @@
-"""The gateway's data base: one SQLite file, written by the gateway alone. `looking` is for others, and changes nothing.
+"""The record of a run: one SQLite file, written by the gateway alone. `looking` is for others, and changes nothing.
 
 All writes run in the event-loop thread, one short transaction each, so their order is the order of the calls. Large
 reads (`turns_reader`) run in other threads on a connection of their own; in WAL mode neither waits for the other.

@@ -1,0 +1,1 @@
+"""Makes groups, trains on the finished ones, publishes the weights."""

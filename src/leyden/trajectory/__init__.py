@@ -1,1 +1,1 @@
-"""Pure: from recorded turns to trees and training samples."""
+"""From recorded turns to trees and training samples: pure functions."""

@@ -355,9 +355,7 @@ class OptimizerConfig(Section):
 
 
 class EmbeddedConfig(Section):
-    """The one-process backend. `slots` requests are sampled at once; `micro_batch_tokens` bounds one backward
-    pass.
-    """
+    """The one-process backend. `slots` requests are sampled at once; `micro_batch_tokens` bounds one backward pass."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
     threads: Annotated[int, Field(ge=0, le=4096)] = 0

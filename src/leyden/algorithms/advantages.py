@@ -1,6 +1,4 @@
-"""Advantages of the rollouts of one group. A group's statistics are over rollouts, never over samples or
-turns.
-"""
+"""Advantages of the rollouts of one group. A group's statistics are over rollouts, never over samples or turns."""
 
 from __future__ import annotations
 

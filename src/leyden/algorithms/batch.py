@@ -25,8 +25,7 @@ from leyden.types import Sample
 class RolloutResult:
     """A finished rollout. With `excluded` (the reason) it leaves its group's statistics and is not trained.
 
-    A rollout without samples (it never called the model, or nothing could be kept) still has a reward that
-    counts.
+    A rollout without samples (it never called the model, or nothing could be kept) still has a reward that counts.
     """
 
     rollout_id: str
@@ -43,9 +42,7 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSample:
-    """A sample with the advantage and the weight of each of its trained tokens. `rollout` numbers kept
-    rollouts.
-    """
+    """A sample with the advantage and the weight of each of its trained tokens. `rollout` numbers kept rollouts."""
 
     sample: Sample
     advantage: float
@@ -73,9 +70,7 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples with at least one trained token, weighted as one optimizer step; `mini_batches` weights them
-    anew.
-    """
+    """Samples with at least one trained token, weighted as one optimizer step; `mini_batches` weights them anew."""
 
     samples: tuple[WeightedSample, ...]
     counts: BatchCounts
@@ -109,12 +104,10 @@ def build_batch(groups: Sequence[GroupResult], config: AlgorithmConfig) -> Batch
 
 
 def mini_batches(batch: Batch, count: int, rng: np.random.Generator) -> list[tuple[WeightedSample, ...]]:
-    """Deal the rollouts that have a trained token to `count` optimizer steps, evenly (sizes differ by at most
-    one).
+    """Deal the rollouts that have a trained token to `count` optimizer steps, evenly (sizes differ by at most one).
 
-    A rollout's samples stay together; N and T of the weights are those of the mini-batch; nothing is left
-    over. Fewer rollouts than `count` give fewer mini-batches. The order is shuffled by `rng` if there is more
-    than one.
+    A rollout's samples stay together; N and T of the weights are those of the mini-batch; nothing is left over. Fewer
+    rollouts than `count` give fewer mini-batches. The order is shuffled by `rng` if there is more than one.
 
     Worked example: 4 rollouts with 5, 1, 1 and 1 samples in 2 mini-batches: 2 optimizer steps of 2 rollouts
     each, all 8 samples, each weight divided by N = 2.
@@ -134,8 +127,7 @@ def needs_forward(sample: WeightedSample, config: AlgorithmConfig) -> bool:
 
 
 def micro_batches(samples: Sequence[WeightedSample], max_tokens: int) -> list[list[WeightedSample]]:
-    """Split by length so that rows x longest row <= `max_tokens`. A longer sample gets a micro-batch of its
-    own.
+    """Split by length so that rows x longest row <= `max_tokens`. A longer sample gets a micro-batch of its own.
 
     Worked example: lengths [3, 9, 4, 4] with max_tokens 12 become [3, 4, 4] (3 rows x 4) and [9].
     """

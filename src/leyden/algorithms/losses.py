@@ -12,9 +12,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClippedLoss:
-    """`loss_T` carries the gradient; the masks say where the clip decided, so that its gradient is zero
-    there.
-    """
+    """`loss_T` carries the gradient; the masks say where the clip decided, so that its gradient is zero there."""
 
     loss_T: Tensor
     low_T: Tensor
@@ -79,13 +77,11 @@ def ppo_clip(
 
 
 def k3_kl(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Estimate of KL(pi || reference) at tokens sampled from pi: q - 1 - log q with q = reference / pi. Never
-    negative.
+    """Estimate of KL(pi || reference) at tokens sampled from pi: q - 1 - log q with q = reference / pi. Never negative.
 
     The estimator k3 of Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
-    >>> k3_kl(torch.tensor([-1.0]), torch.tensor([-2.0])).item()  # e^-1 - 1 + 1
-    0.3678794503211975
+    >>> k3_kl(torch.tensor([-1.0]), torch.tensor([-2.0])).item()  # e^-1 - 1 + 1 0.3678794503211975
     """
     log_q_T = log_ratio(reference_T, logprobs_T)
     return torch.expm1(log_q_T) - log_q_T

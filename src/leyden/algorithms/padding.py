@@ -14,8 +14,7 @@ from leyden.algorithms.batch import WeightedSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedSamples:
-    """`ids_BL` is padded on the right, which a causal model never sees from the left: no attention mask is
-    needed.
+    """`ids_BL` is padded on the right, which a causal model never sees from the left: no attention mask is needed.
 
     The others run over the T trained tokens of all samples, row by row: token t stands at `ids_BL[row_T,
     column_T]` and is predicted by the logits one column earlier. `logprobs_T` is NaN where none was recorded.
@@ -33,8 +32,7 @@ class PaddedSamples:
 def pad(samples: Sequence[WeightedSample], *, device: torch.device | str = "cpu") -> PaddedSamples:
     """Pad with id 0 and flatten. Advantage and weight of a sample go to its trained tokens and nowhere else.
 
-    Worked example: ids [5, 6, 7] with mask [F, F, T], advantage 0.7, and ids [5, 8] with mask [F, T],
-    advantage -1:
+    Worked example: ids [5, 6, 7] with mask [F, F, T], advantage 0.7, and ids [5, 8] with mask [F, T], advantage -1:
 
         ids_BL     [[5, 6, 7], [5, 8, 0]]
         row_T      [0, 1]     column_T     [2, 1]      targets_T [7, 8]

@@ -1,6 +1,4 @@
-"""How much each trained token counts. Fixed per rollout before anything is split, so that no split changes a
-gradient.
-"""
+"""How much each trained token counts. Fixed per rollout before anything is split, so that no split changes a gradient."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def choose_samples(ks: Sequence[int], samples: int | None, configured: int) -> i
 
 
 def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
-    """None is the initial model; so is `latest` of a run without a checkpoint. Engines that run already hold what they
-    hold.
+    """None is the initial model; so is `latest` of a run without a checkpoint. Engines that run already hold
+    what they hold.
     """
     if config.engine.urls and wanted not in ("none", "latest"):
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""Turns as one columnar body (Arrow IPC stream). The gateway encodes, the trainer decodes; both use this
-file.
+"""Turns as one columnar body (Arrow IPC stream). The gateway encodes, the trainer decodes; both use this file.
 
 One row per turn, ids as list<int32>, log-probs as nullable list<float32>, version spans as two list<int32>
 columns of equal lengths. A body is a sequence of record batches of bounded size, so list offsets never

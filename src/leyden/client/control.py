@@ -39,9 +39,7 @@ KEEP_ALIVE_S = 2.0
 
 
 class ControlClient:
-    """`async with ControlClient(url, key) as client: ...`. `timeout_s` bounds one request, its long-poll
-    apart.
-    """
+    """`async with ControlClient(url, key) as client: ...`. `timeout_s` bounds one request, its long-poll apart."""
 
     def __init__(self, url: str, key: str, *, timeout_s: float = 120.0, retry_limit_s: float = 60.0) -> None:
         self._url = url.rstrip("/")
@@ -66,9 +64,7 @@ class ControlClient:
             self._http = None
 
     async def create_groups(self, groups: Iterable[Json]) -> list[Group]:
-        """Create groups {kind, step, slot, size, task, sampling}; those that exist already are answered as
-        they are.
-        """
+        """Create groups {kind, step, slot, size, task, sampling}; those that exist already are answered as they are."""
         return _groups(await self._json("POST", "/api/groups", {"groups": list(groups)}))
 
     async def groups(

@@ -17,8 +17,8 @@ UNWRITABLE = 503
 
 
 def post_reward(value: SupportsFloat, *, retry_limit_s: float = RETRY_LIMIT_S) -> None:
-    """Post one finite number as the attempt's reward, to LEYDEN_REWARD_URL with LEYDEN_KEY. What counts as a number
-    says `leyden.rewards.reward_number`.
+    """Post one finite number as the attempt's reward, to LEYDEN_REWARD_URL with LEYDEN_KEY. What counts as a
+    number says `leyden.rewards.reward_number`.
 
     Raises GatewayError if the variables are missing, the value is not a finite number, the gateway refuses
     it, or for `retry_limit_s` no connection was accepted or the gateway's disk was full.

@@ -1,6 +1,4 @@
-"""What a harness or grader is started with: command, environment, folders. Pure; `workspace.py` does the
-writing.
-"""
+"""What a harness or grader is started with: command, environment, folders. Pure; `workspace.py` does the writing."""
 
 from __future__ import annotations
 
@@ -166,9 +164,7 @@ def grader(
 
 
 def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str]) -> dict[str, str]:
-    """What modules see while they are preloaded: the harness's variables without keys and without what names
-    a task.
-    """
+    """What modules see while they are preloaded: the harness's variables without keys and without what names a task."""
     environment = inherited(parent, config.harness.pass_env) | endpoints(url)
     given: dict[str, str] = {}
     for name, text in config.harness.env.items():

@@ -174,9 +174,7 @@ class Controller:
             self._wake.set()
 
     async def _snapshot(self) -> int:
-        """All live rollouts, page by page, and the cursor after them. What is live here but not there is read
-        again.
-        """
+        """All live rollouts, page by page, and the cursor after them. What is live here but not there is read again."""
         cursor, live = 0, set()
         while True:
             rollouts, cursor = await self._actor.client.rollouts(after=cursor, states=WANTED, limit=PAGE, tasks=False)

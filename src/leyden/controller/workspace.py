@@ -31,8 +31,8 @@ _NO_ROOM = {
 def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
     """Make the attempt's folder: task.json, and the workspace from the template folder and the task's files.
 
-    What an interrupted start left in the folder is replaced. Raises LaunchError naming the offending path, NoRoom on a
-    full disk.
+    What an interrupted start left in the folder is replaced. Raises LaunchError naming the offending path, NoRoom on
+    a full disk.
     """
     try:
         own_folder(paths.root.parent)

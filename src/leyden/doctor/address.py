@@ -30,9 +30,9 @@ class GatewayAddress:
 def gateway_address(config: RunConfig, own_address: str) -> GatewayAddress:
     """`own_address` is this machine's, or this pod's, as the cluster sees it.
 
-    A run that starts its gateway itself starts it here, and the rehearsal listens just there. Where one runs already,
-    the rehearsal listens beside it, on the port that pods may use. Raises ConfigError for an address that no pod can
-    reach.
+    A run that starts its gateway itself starts it here, and the rehearsal listens just there. Where one runs
+    already, the rehearsal listens beside it, on the port that pods may use. Raises ConfigError for an address that
+    no pod can reach.
     """
     if config.controller.backend != "kubernetes":
         return GatewayAddress()

@@ -88,8 +88,8 @@ def judge_images(probed: Probed) -> Finding:
 
 
 def judge_reach(probed: Probed, url: str, *, ours: bool) -> list[Finding]:
-    """Whether pods reach the gateway at `url`, and it takes the key. `ours` is a gateway of the doctor's own, beside
-    the run's."""
+    """Whether pods reach the gateway at `url`, and it takes the key. `ours` is a gateway of the doctor's own,
+    beside the run's."""
     answer = _answer(probed, url)
     if answer is None:
         why = f"the probe did not run: {probed.error or 'its pod did not start'}"

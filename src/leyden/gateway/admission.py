@@ -45,8 +45,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def call(self, url: str, *, drains: bool) -> Iterator[None]:
-        """One call, of the current task. An update waits for it if it `drains`. Raises Interrupted if it is ended from
-        here.
+        """One call, of the current task. An update waits for it if it `drains`. Raises Interrupted if it is
+        ended from here.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -111,9 +111,9 @@ class Attempt:
     def predecessor(self, key: bytes, n: int, *, retried: bool) -> Delivery | None:
         """The call of which a call with this key and `n` choices is the next try, if it is one.
 
-        That is the last one whose connection was cut; where none was, and the caller says itself that it tries again
-        (`retried`), the last one. So of equal calls that run side by side a retry takes the place of the one that
-        was lost.
+        That is the last one whose connection was cut; where none was, and the caller says itself that it tries
+        again (`retried`), the last one. So of equal calls that run side by side a retry takes the place of the one
+        that was lost.
         """
         equal = [d for d in self.deliveries if d.key == key and (d.reply is None or len(d.reply.choices) == n)]
         cut = [d for d in equal if d.cut]

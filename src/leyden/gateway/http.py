@@ -41,8 +41,8 @@ class JsonResponse(Response):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body as it came. Raises TooLarge beyond `limit` bytes, before they are read where the length is
-    declared."""
+    """The whole body as it came. Raises TooLarge beyond `limit` bytes, before they are read where the
+    length is declared."""
     declared = Headers(scope=scope).get("content-length", "0")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {int(declared)} bytes; the limit is {limit} (gateway.max_body_bytes)")

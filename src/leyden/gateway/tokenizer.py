@@ -56,8 +56,8 @@ class FastTokenizer:
             self._budget.reset(before)
 
     def _refuse_over(self, budget: _Budget, text: str) -> None:
-        """Count a long text in pieces, as far as it takes to know. Cuts add few tokens, and what is left is far more
-        than fits."""
+        """Count a long text in pieces, as far as it takes to know. Cuts add few tokens, and what is left is far
+        more than fits."""
         counted = replace(budget)
         for start in range(0, len(text), PIECE_CHARS):
             counted.spend(len(self._ids(text[start : start + PIECE_CHARS], add_special_tokens=False)))

@@ -1,5 +1,5 @@
-"""Items of the Responses protocol, which is what conversations are made of there: input items to messages, an answer to
-output items.
+"""Items of the Responses protocol, which is what conversations are made of there: input items to messages, an answer
+to output items.
 
 The items of one reply come one by one: reasoning, message, function calls. On their way back they become one assistant
 message again. Ids name the turn that they come from, so a harness may send the id alone:

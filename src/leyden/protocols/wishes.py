@@ -1,9 +1,9 @@
 """What a harness asks for and does not get: of the fields without effect, those that ask for another reply.
 
-`unmet` decides, for every protocol. A value that is met anyway (`response_format: {"type": "text"}`) asks for nothing.
-Tools that only a provider's own servers run, content that cannot be shown, and items of a history that are skipped are
-named as fields are: `tools.web_search`, `content.document`, `items.compaction`. `label` bounds the names: anybody may
-invent them.
+`unmet` decides, for every protocol. A value that is met anyway (`response_format: {"type": "text"}`) asks for
+nothing. Tools that only a provider's own servers run, content that cannot be shown, and items of a history that are
+skipped are named as fields are: `tools.web_search`, `content.document`, `items.compaction`. `label` bounds the names:
+anybody may invent them.
 """
 
 from __future__ import annotations

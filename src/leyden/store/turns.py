@@ -94,8 +94,8 @@ class Turns:
             self.goes_on(row["rollout_id"], row["attempt"], parent_id)
 
     def goes_on(self, rollout_id: str, attempt: int, turn_id: int | None) -> None:
-        """The attempt's harness holds the answer of `turn_id`: if that was the last one before an outage, it has missed
-        nothing (`store/outage`)."""
+        """The attempt's harness holds the answer of `turn_id`: if that was the last one before an outage, it has
+        missed nothing (`store/outage`)."""
         self._db.execute(
             "UPDATE attempts SET outage = NULL WHERE rollout_id = ? AND attempt = ? AND outage = ?",
             (rollout_id, attempt, turn_id),

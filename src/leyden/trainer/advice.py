@@ -17,9 +17,7 @@ SAMPLES_PER_ROLLOUT = 2.0
 
 
 def advice(lines: Sequence[Json]) -> list[str]:
-    """Warnings for the newest step of `lines` (those that hold, oldest first; evaluations are passed
-    over).
-    """
+    """Warnings for the newest step of `lines` (those that hold, oldest first; evaluations are passed over)."""
     steps = [line for line in lines if line["event"] in ("step", "skip")]
     if not steps:
         return []

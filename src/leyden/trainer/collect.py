@@ -128,8 +128,7 @@ async def wait_until_terminal(
     max_same_failures: int | None = None,
     on_ended: Callable[[Rollout], None] | None = None,
 ) -> dict[str, Rollout]:
-    """The final state of every rollout of `groups`, by id. A rollout's own deadline ends it, never this
-    wait.
+    """The final state of every rollout of `groups`, by id. A rollout's own deadline ends it, never this wait.
 
     `on_ended` is called once for each rollout that ends during the wait, in the order of their ends. Raises
     TrainingError once the last `max_same_failures` rollouts that ended during the wait were all lost to the
@@ -196,9 +195,8 @@ def progress(rollouts: Iterable[Rollout], elapsed_s: float) -> Progress:
 def exclusion(rollout: Rollout) -> str | None:
     """Why a finished rollout takes no part in training, or None.
 
-    `infrastructure`: the machinery failed and attempts ran out. `cancelled`. `no_calls`: the harness never
-    called the model, so it was not this policy that earned the reward. `no_reward`. An agent's failure
-    excludes nothing.
+    `infrastructure`: the machinery failed and attempts ran out. `cancelled`. `no_calls`: the harness never called the
+    model, so it was not this policy that earned the reward. `no_reward`. An agent's failure excludes nothing.
     """
     if rollout.state is RolloutState.CANCELLED:
         return "cancelled"

@@ -1,8 +1,7 @@
 """pass@1 and pass@k with 95 % intervals. Pure; missing rewards are counted and never scored.
 
-pass@k is the unbiased estimator of Chen et al. (2021), "Evaluating Large Language Models Trained on Code":
-for a task with n rewarded samples of which c pass, 1 - C(n - c, k) / C(n, k); the mean over tasks with n >=
-k.
+pass@k is the unbiased estimator of Chen et al. (2021), "Evaluating Large Language Models Trained on Code": for a task
+with n rewarded samples of which c pass, 1 - C(n - c, k) / C(n, k); the mean over tasks with n >= k.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ def estimate(rewards: Sequence[Sequence[float | None]], k: int, *, threshold: fl
     """pass@k over tasks. `rewards[i]` holds one entry per sample of task i, None where there is no reward; a sample
     passes with a reward of at least `threshold`.
 
-    The interval is Wilson's for k = 1 with one sample a task, otherwise a percentile bootstrap over tasks.
-    Where all tasks agree on 0 or 1, resampling shows no spread and Wilson's interval over tasks is the honest
-    one.
+    The interval is Wilson's for k = 1 with one sample a task, otherwise a percentile bootstrap over tasks. Where all
+    tasks agree on 0 or 1, resampling shows no spread and Wilson's interval over tasks is the honest one.
     """
     known = [[r for r in task if r is not None] for task in rewards]
     covered = [task for task in known if len(task) >= k]

@@ -1,6 +1,4 @@
-"""Validation at one policy version: every task `samples` times, with the evaluation's own sampling, never
-trained.
-"""
+"""Validation at one policy version: every task `samples` times, with the evaluation's own sampling, never trained."""
 
 from __future__ import annotations
 

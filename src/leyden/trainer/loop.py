@@ -334,9 +334,7 @@ def nothing_to_learn(batch: Batch) -> str | None:
 
 
 def empty_report(limit: int, collected: Collected, run_dir: Path) -> str:
-    """The error after `limit` steps in a row without a trained token: counts, and each rollout with its
-    reason.
-    """
+    """The error after `limit` steps in a row without a trained token: counts, and each rollout with its reason."""
     shown = [f"  {rollout}: {why}" for rollout, why in list(collected.reasons.items())[:EMPTY_REPORT_ROLLOUTS]]
     more = len(collected.reasons) - len(shown)
     return "\n".join(

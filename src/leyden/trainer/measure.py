@@ -23,8 +23,7 @@ def measure(
     rollouts that are not excluded, None without one. `outcomes` counts all rollouts by how they ended, and
     `first_failures` has the first one of each kind that is not `completed`.
 
-    `sample_limits` are the non-zero counts of `SampleCounts`. `update` adds its own names (entropy,
-    grad_norm, ...).
+    `sample_limits` are the non-zero counts of `SampleCounts`. `update` adds its own names (entropy, grad_norm, ...).
     """
     rewards = collected.rewards()
     counts = batch.counts

@@ -1,5 +1,4 @@
-"""metrics.jsonl: what happened, one JSON object a line, only ever appended; and the same numbers for
-TensorBoard.
+"""metrics.jsonl: what happened, one JSON object a line, only ever appended; and the same numbers for TensorBoard.
 
 Every line has `event` (start, step, skip, publish, checkpoint, eval), `step`, `version`, `lineage` and
 `time`. A `start` line says from which step its lineage goes on: lines of later steps that stand before it are
@@ -88,9 +87,7 @@ def _pass_at_1(line: Json) -> float | None:
 
 
 class Board:
-    """TensorBoard scalars at explicit steps. A resumed run writes a file of its own that supersedes later
-    steps.
-    """
+    """TensorBoard scalars at explicit steps. A resumed run writes a file of its own that supersedes later steps."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -24,9 +24,8 @@ def summarize(lines: Sequence[Json]) -> Json:
     `pass_at_1_before` and `_after`, like `mean_reward_before` and `_after`, are those of the first and the last
     evaluation, null without one. `nothing_learned` says why no update can have taught anything, null where one did;
     `best` is the evaluation whose checkpoint is kept, `first_failures` has for each way a training rollout failed the
-    first one. Counts
-    are of training rollouts; `seconds` are per phase over all lines that hold, `lineages` how often the run
-    was started.
+    first one. Counts are of training rollouts; `seconds` are per phase over all lines that hold, `lineages` how often
+    the run was started.
     """
     kept = current(lines)
     evals = [line for line in kept if line["event"] == "eval"]

@@ -1,8 +1,7 @@
 """The data: JSON-lines tasks, and which of them a step trains.
 
-`tasks_for_step` is a pure function of (seed, step), so the data cursor of a run is its step number: a resumed
-run repeats and skips nothing. The order is sorted by a hash and does not depend on the version of any
-library.
+`tasks_for_step` is a pure function of (seed, step), so the data cursor of a run is its step number: a resumed run
+repeats and skips nothing. The order is sorted by a hash and does not depend on the version of any library.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class TaskSet:
 def read_tasks(path: Path, key: str = "data.train") -> TaskSet:
     """Read a JSON-lines file; blank lines are skipped.
 
-    Raises ConfigError with `key` and file:line for a line that is not a JSON object, and for a file without
-    tasks.
+    Raises ConfigError with `key` and file:line for a line that is not a JSON object, and for a file without tasks.
     """
     try:
         raw = path.read_bytes()

@@ -94,9 +94,9 @@ class Node:
 class Conversations:
     """All of one attempt's committed turns. Only `add` changes it.
 
-    `by_prompt` lists the turns that answered the same messages, `children` those that continue a turn (None: the
-    roots), `deepest` the longest request that began with a message. `replies` are the `message_key`s of what was
-    sampled.
+    `by_prompt` lists the turns that answered the same messages, `children` those that continue a turn (None:
+    the roots), `deepest` the longest request that began with a message. `replies` are the `message_key`s of
+    what was sampled.
     """
 
     nodes: dict[int, Node] = field(default_factory=dict)

@@ -1,10 +1,9 @@
 """From a tree of turns to training samples. Pure numpy.
 
-A sample is a root-to-leaf path with a loss mask. What the model sampled is trained once: a token shared by
-two leaves belongs to the first kept leaf, leaves being taken in the order of their turn ids. Everything else
-(prompts, tool output, templates, tokens that an earlier leaf trains) is context with mask 0. Which tokens
-were sampled is known from the recorded calls alone; ids are never searched for control tokens, and none is
-ever added.
+A sample is a root-to-leaf path with a loss mask. What the model sampled is trained once: a token shared by two leaves
+belongs to the first kept leaf, leaves being taken in the order of their turn ids. Everything else (prompts, tool
+output, templates, tokens that an earlier leaf trains) is context with mask 0. Which tokens were sampled is known from
+the recorded calls alone; ids are never searched for control tokens, and none is ever added.
 
 Worked example. Turn 2 continues turn 1 (a tool answered); turn 3 starts again from turn 1 (a reply was
 dropped); turn 4 is a fresh conversation (compaction):
@@ -82,9 +81,7 @@ def build_samples(turns: Sequence[Turn], max_tokens: int | None = None) -> Rollo
 
 
 def trainable_logprobs(turn: Turn) -> Logprobs | None:
-    """The turn's log-probs, or None unless there is one finite value for each sampled id (never cut or
-    padded).
-    """
+    """The turn's log-probs, or None unless there is one finite value for each sampled id (never cut or padded)."""
     logprobs = turn.logprobs_T
     if logprobs is None or len(logprobs) != len(turn.sampled_T) or not np.isfinite(logprobs).all():
         return None

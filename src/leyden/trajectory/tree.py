@@ -1,5 +1,4 @@
-"""The turns of one attempt as a tree: a turn is the child of the turn whose tokens its prompt extends
-exactly.
+"""The turns of one attempt as a tree: a turn is the child of the turn whose tokens its prompt extends exactly.
 
 A node stores only its own tokens, so a position in a sequence is a sum along the path from the root.
 """

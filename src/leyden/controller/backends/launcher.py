@@ -70,9 +70,7 @@ class Launcher:
         return {job_id: started for job_id, (_, started) in self._jobs.items()}
 
     async def open(self) -> None:
-        """Connect to the run folder's launcher, or start one. Raises LaunchError with the launcher's own
-        words.
-        """
+        """Connect to the run folder's launcher, or start one. Raises LaunchError with the launcher's own words."""
         path = socket_path(self._settings.state)
         hello = await self._connect(path)
         if hello is not None and not self._matches(hello):

@@ -87,8 +87,8 @@ class GenerateRequest:
 class ChatCall:
     """One call by messages, which the engine renders; or by `prompt`, which it tokenises where it is text.
 
-    `calls` says whether the reply may call tools: without, it is read as text. `template_kwargs` are variables of the
-    chat template.
+    `calls` says whether the reply may call tools: without, it is read as text. `template_kwargs` are variables of
+    the chat template.
     """
 
     messages: list[Json]

@@ -36,8 +36,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store [B, heads, S, size] at the window and return everything that may be attended to, [B, heads,
-        used, size].
+        """Store [B, heads, S, size] at the window and return everything that may be attended to, [B,
+        heads, used, size].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -91,9 +91,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 def last_logits(model: Any) -> Callable[[Tensor, Tensor, Tensor, SlotCache], Tensor]:
-    """transformers' own forward, for the last column's logits, with the argument names of the installed
-    release.
-    """
+    """transformers' own forward, for the last column's logits, with the argument names of the installed release."""
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
     extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}

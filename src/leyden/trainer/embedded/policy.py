@@ -135,8 +135,7 @@ class EmbeddedPolicy:
         return text
 
     def save(self, root: Path, name: str, state: Json, *, keep: int, also: int | None = None) -> Path:
-        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep` and that of
-        step `also`."""
+        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep` and that of step `also`."""
         return checkpoint.save(
             root,
             name,
@@ -226,8 +225,8 @@ def default_threads() -> int:
 def make_optimizer(model: Any, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decoupled decay on matrices only.
 
-    Parameters of one dimension (norms, biases) are not decayed; embeddings are matrices and are, as in nanoGPT
-    and Megatron-LM.
+    Parameters of one dimension (norms, biases) are not decayed; embeddings are matrices and are, as in
+    nanoGPT and Megatron-LM.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

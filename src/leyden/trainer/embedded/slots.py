@@ -42,8 +42,7 @@ class SlotTable:
         return int((~self.busy_S).sum())
 
     def place(self, prompt_P: Ids) -> Placement:
-        """Occupy a free slot (there must be one) for a prompt. Its last token is always computed, never
-        reused.
+        """Occupy a free slot (there must be one) for a prompt. Its last token is always computed, never reused.
 
         Worked example: slot 0 (free) holds [1, 2, 3, 4], slot 1 is empty. [1, 2, 3, 4, 5] continues slot 0
         and reuses 4 tokens; [1, 9] shares one token of 4, less than half, and goes to slot 1.

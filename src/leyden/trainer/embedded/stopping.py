@@ -24,9 +24,7 @@ class StopStrings:
         self._window = max(len(s.encode()) for s in stops) + self.MARGIN_TOKENS
 
     def find(self, token_ids_T: list[int]) -> str | None:
-        """The stop string that begins first in the text, now that the last token has been added; None if none
-        does.
-        """
+        """The stop string that begins first in the text, now that the last token has been added; None if none does."""
         text = self._decode(token_ids_T[-self._window :])
         found = [(position, stop) for stop in self._stops if (position := text.find(stop)) >= 0]
         return min(found, key=lambda f: f[0])[1] if found else None

@@ -58,9 +58,7 @@ class Preload:
             job["late"] = self.late_path
 
     def entry(self, job: Job) -> list[str] | None:
-        """How a forked interpreter runs the command: a (module, attribute), a file, a module; None to exec
-        it.
-        """
+        """How a forked interpreter runs the command: a (module, attribute), a file, a module; None to exec it."""
         argv = job["argv"]
         if not job["fork"] or not self.can_fork:
             return None

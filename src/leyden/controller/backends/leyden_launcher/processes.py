@@ -22,8 +22,8 @@ def subreaper() -> None:
 
 
 def fork() -> int:
-    """Fork with signals blocked, so that none reaches a child which still has its parent's handlers; the child
-    unblocks them.
+    """Fork with signals blocked, so that none reaches a child which still has its parent's handlers; the
+    child unblocks them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     pid = -1

@@ -1,4 +1,4 @@
-"""How much each trained token counts. Fixed per rollout before anything is split, so that no split changes a gradient."""
+"""How much each trained token counts: fixed per rollout before anything is split, so no split changes a gradient."""
 
 from __future__ import annotations
 

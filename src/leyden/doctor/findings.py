@@ -9,7 +9,7 @@ MOST_CHARS = 1000
 
 
 class Level(StrEnum):
-    """A `warning` is worth reading and stops no run; a check is `skipped` where another one's problem stands before it."""
+    """A `warning` stops no run; a check is `skipped` where the problem of another one stands before it."""
 
     OK = "ok"
     WARNING = "warning"

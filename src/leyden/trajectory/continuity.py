@@ -50,7 +50,7 @@ def find(known: Conversations, messages: Sequence[Json], tools_key: bytes, keys:
 
 
 def extended(known: Conversations, prompt_ids: Ids) -> Node | None:
-    """The recorded turn whose whole token sequence is the longest prefix of `prompt_ids`, if any; the latest of equals."""
+    """The latest recorded turn whose whole token sequence is the longest prefix of `prompt_ids`, if any."""
     best: Node | None = None
     pending = list(known.under(None))
     while pending:

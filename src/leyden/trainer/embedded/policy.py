@@ -135,7 +135,7 @@ class EmbeddedPolicy:
         return text
 
     def save(self, root: Path, name: str, state: Json, *, keep: int, also: int | None = None) -> Path:
-        """Write checkpoint `root/name` with the caller's `state`; then keep the newest `keep` and that of step `also`."""
+        """Write checkpoint `root/name` with the caller's `state`; keep the newest `keep` and that of step `also`."""
         return checkpoint.save(
             root,
             name,

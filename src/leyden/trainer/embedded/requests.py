@@ -15,7 +15,7 @@ from leyden.types import FinishReason, Generation, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What the engine contract asks for. `top_k` 0 is off; `temperature` 0 is greedy; `seed` None takes the next one."""
+    """One request of the engine contract. `top_k` 0 is off, `temperature` 0 greedy; `seed` None takes the next one."""
 
     prompt_ids: Sequence[int]
     max_tokens: int

@@ -249,7 +249,7 @@ class Sampler:
             self.stats.prefill_s += time.perf_counter() - started
 
     def _prefill(self, batch: list[tuple[Active, list[int], int]]) -> None:
-        """Compute the prompts' new tokens, aligned on the right so that each row's last logits are the last column's."""
+        """Compute the prompts' new tokens, aligned on the right: each row's last logits are in the last column."""
         longest = max(len(ids) - reused for _, ids, reused in batch)
         used = max(len(ids) for _, ids, _ in batch)
         input_BS = np.zeros((len(batch), longest), np.int64)

@@ -259,7 +259,7 @@ def _end_of_pod(seen: Seen, pod: Object, patience: Patience, kill: tuple[str, fl
 
 
 def _cut_off(pod: Object, reason: str, kill: tuple[str, float] | None, started: float, now: float) -> Ended:
-    """The end of a harness that never got to say how it ended. A deadline that came before its start was the queue's."""
+    """The end of a harness that could not say how it ended. A deadline that came before its start was the queue's."""
     if kill and reason == kill[0]:
         return Ended(Exit(None, None, started or now, now, killed=reason))
     if reason == TIMEOUT and started:

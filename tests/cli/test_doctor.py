@@ -150,7 +150,7 @@ async def test_a_run_that_is_well(make, tmp_path):
     ],
 )
 async def test_a_harness_that_the_model_never_hears(make, mode, what, advice):
-    """Case R03: no call is told with the variables that a harness should read."""
+    """No call is told with the variables that a harness should read."""
     checkup = await examine(make(mode))
     harness = of(checkup, "harness")
     assert harness.level is Level.PROBLEM
@@ -256,7 +256,6 @@ async def test_a_folder_that_cannot_be_made(make, tmp_path):
 
 
 async def test_a_port_that_is_taken_and_an_open_address(make):
-    """Case S05."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         checkup = await examine(make(), f"gateway.port={port}")

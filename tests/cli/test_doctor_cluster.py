@@ -67,7 +67,6 @@ async def test_rights_are_told_by_resource():
 
 
 def test_images():
-    """Cases K05, K08."""
     refused = Probed({"a:1": "ErrImagePull: not found", "b:1": None})
     assert cluster.judge_images(refused).what == "a:1: ErrImagePull: not found"
     blocked = Probed({}, blocked="FailedCreate: exceeded quota")
@@ -173,7 +172,7 @@ def made(**sections: Any) -> Manifest:
 
 
 def test_the_probes_job():
-    """Case S02: no key in clear text. The Job is the run's own, with other programs."""
+    """No key in clear text. The Job is the run's own, with other programs."""
     job = made(kubernetes={"keeper_image": "python:3", "grader_image": "grader:1"}).job
     pod = job["spec"]["template"]["spec"]
     assert "lk-a-" not in json.dumps(job)

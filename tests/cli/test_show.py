@@ -74,7 +74,7 @@ def test_one_trajectory():
 
 
 def test_a_rendered_reply_is_shown_beside_the_sampled_one():
-    """Case A05: which turn, and both texts, cut to a length."""
+    """Which turn, and both texts, cut to a length."""
 
     def spelled(text):
         return [ord(letter) for letter in text]

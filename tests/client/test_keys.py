@@ -34,7 +34,7 @@ def test_expiry_is_exact() -> None:
 
 
 def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case S05: by hmac.compare_digest alone, on the whole signature, before anything of the key is believed."""
+    """By hmac.compare_digest alone, on the whole signature, before anything of the key is believed."""
     compared: list[tuple[str, str]] = []
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))))
     key = mint(SECRET, CLAIMS)

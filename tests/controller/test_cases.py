@@ -56,7 +56,7 @@ async def exported(gateway: Gateway, rollout_id: str) -> str:
 async def test_what_comes_after_the_verdict_changes_nothing(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    """Case R02: a reward, a call and a report after FAILED are refused; two exports are equal."""
+    """A reward, a call and a report after FAILED are refused; two exports are equal."""
     async with serving(make_config(tmp_path, tokenizer_path), renderer) as gateway:
         spec = {"kind": "train", "step": 1, "slot": 1, "size": 1, "task": {}}
         (group,) = await gateway.client.create_groups([spec])
@@ -84,7 +84,7 @@ async def test_what_comes_after_the_verdict_changes_nothing(
 async def test_exit_0_without_a_model_call(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, gone: Left, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Case R03: it succeeded, with 0 turns to tell by; the warning names the variables."""
+    """It succeeded, with 0 turns to tell by; the warning names the variables."""
     config = make_config(tmp_path, tokenizer_path, grader={"command": POST})
     async with serving(config, renderer) as gateway:
         (rollout,) = await run(gateway, config, 1, {})
@@ -94,7 +94,7 @@ async def test_exit_0_without_a_model_call(
 
 
 async def test_capacity_after_200_endings(config: Config, gone: Left) -> None:
-    """Case R04: pool of 5, endings of every kind; all are final, never more than 5 alive, and 5 are free at the end."""
+    """Pool of 5, endings of every kind; all are final, never more than 5 alive, and 5 are free at the end."""
     kind = "case $((${LEYDEN_ROLLOUT_ID#r} % 4)) in 0) exit 0;; 1) exit 1;; 2) exec sleep 300;; 3) kill -9 $$;; esac"
     made = config(
         kind,
@@ -126,7 +126,7 @@ async def test_capacity_after_200_endings(config: Config, gone: Left) -> None:
 
 
 def test_eight_gateways_at_once_get_eight_ports(tmp_path: Path, tokenizer_path: Path) -> None:
-    """Case R06: all remember the same last port, and none of them loses the one that it found."""
+    """All remember the same last port, and none of them loses the one that it found."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     listeners: list[socket.socket] = []
@@ -151,7 +151,6 @@ def test_eight_gateways_at_once_get_eight_ports(tmp_path: Path, tokenizer_path: 
 
 
 def test_a_port_that_is_taken_is_told_with_its_owner(tmp_path: Path, tokenizer_path: Path) -> None:
-    """Case R06."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         config = make_config(tmp_path, tokenizer_path, gateway={"port": port})
@@ -177,7 +176,7 @@ async def test_no_key_is_written_anywhere(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Case S02: control secret, an engine's key, agents' and graders' keys; a success, a failure, a 401, a template
+    """Control secret, an engine's key, agents' and graders' keys; a success, a failure, a 401, a template
     that fails. Not in logs, the run folder (with the store and its events), process lists or the API's answers.
     """
     caplog.set_level(logging.DEBUG)

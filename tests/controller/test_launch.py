@@ -122,13 +122,12 @@ for _ in range(90):
     ],
 )
 def test_templates_are_strict_and_bounded(template: str, message: str) -> None:
-    """Case S04."""
     with pytest.raises(LaunchError, match=message):
         render("harness.command[3]", template, {"task": {"prompt": "x", **HOSTILE}})
 
 
 def test_templates_render_text_as_it_is() -> None:
-    """Case S04: what a task holds is printed, never rendered."""
+    """What a task holds is printed, never rendered."""
     known = {"task": {"prompt": "<a> & {{ b }}\n", "n": 3, "l": ["x", "y"]}}
     assert (
         render("t", "{{ task.prompt }}|{{ task.n * 2 }}|{{ task.l | join(',') }}\n", known) == "<a> & {{ b }}\n|6|x,y\n"

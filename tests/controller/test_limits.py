@@ -224,7 +224,6 @@ async def test_memory_over_the_limit_is_the_agents_failure_and_graded(config: Co
 async def test_a_child_over_the_limit_is_a_warning_if_the_harness_goes_on(
     config: Config, gone: Left, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Case K07."""
     made = config(f"{EAT}; exit 0", harness={"limits": {"memory_bytes": 150 * MIB}})
     (rollout,) = await run(made)
     assert (rollout["state"], rollout["reason"], rollout["reward"]) == ("succeeded", None, 1.0)

@@ -117,7 +117,6 @@ def test_a_void_attempt_is_followed_by_the_next_when_its_pause_is_over() -> None
 
 
 def test_an_attempt_that_finds_no_place_is_void_and_its_wait_is_not_the_harness_s() -> None:
-    """Case K06."""
     waiting = attempt(Phase.STARTING, started=10.0, problem="Unschedulable: 0/1 nodes")
     assert planned([waiting], [rollout()], now=69.0) == []
     assert next_deadline(Observed({"r": waiting}), {"r": rollout()}, LIMITS, 69.0) == 70.0
@@ -129,7 +128,6 @@ def test_an_attempt_that_finds_no_place_is_void_and_its_wait_is_not_the_harness_
 
 
 def test_a_grader_that_finds_no_place_has_its_own_time_left() -> None:
-    """Case K06."""
     waiting = attempt(Phase.GRADING, exit=OK, tries=2, started=10.0, waits=True, problem="Unschedulable")
     grading = rollout(state="grading")
     assert planned([waiting], [grading], now=69.0) == []
@@ -138,7 +136,7 @@ def test_a_grader_that_finds_no_place_has_its_own_time_left() -> None:
 
 
 def test_a_wait_begins_when_the_job_was_handed_over_and_ends_with_its_start() -> None:
-    """Cases K06, K13: what a limit of Jobs a minute takes is nobody's time in the queue."""
+    """What a limit of Jobs a minute takes is nobody's time in the queue."""
     board = Board()
     board.attempts["r"] = attempt(Phase.STARTING, started=10.0, busy=True)
     board.placed("r.1", 500.0)

@@ -1,4 +1,4 @@
-"""kill -9 of the controller, of the launcher, of both: no run is lost or doubled, nothing is left behind. Case R05."""
+"""kill -9 of the controller, of the launcher, of both: no run is lost or doubled, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def appears(path: Path) -> None:
 
 
 async def test_restarted_controller_adopts_what_runs_and_what_ended(config: Config, gone: Left) -> None:
-    """Case R05: kill -9 with 3 live agents: each ends once, none runs a second time."""
+    """Kill -9 with 3 live agents: each ends once, none runs a second time."""
     made = config("echo x >> ../starts; while ! test -e ../go; do sleep 0.02; done")
     async with FakeGateway() as gateway:
         for i in range(3):

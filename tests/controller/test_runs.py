@@ -80,7 +80,7 @@ async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_
 
 
 async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Left) -> None:
-    """Cases T07, U03: the deadline ends it, so its group closes; what it printed stays."""
+    """The deadline ends it, so its group closes; what it printed stays."""
     made = config("trap '' TERM; echo a; echo b; echo started; sleep 100; sleep 100", harness={"timeout_s": 0.5})
     async with FakeGateway() as gateway:
         gateway.add("r1")
@@ -175,7 +175,7 @@ async def test_what_no_program_can_be_started_with_fails_once(
 
 
 async def test_bad_template_is_infrastructure_and_names_the_variable(config: Config, gone: Left) -> None:
-    """Case S04: a template that fails, whatever for, ends the rollout, not the run."""
+    """A template that fails, whatever for, ends the rollout, not the run."""
     made = config(harness={"command": ["echo", "{{ task.promt }}"], "max_attempts": 1})
     (rollout,) = await run(made, task={"prompt": "hi"})
     assert rollout["failure"] == "infrastructure"
@@ -274,7 +274,7 @@ async def test_keep_policy(config: Config, gone: Left, keep: str, kept: list[boo
 async def test_secrets_are_in_no_log(
     config: Config, gone: Left, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case S02: neither keys nor the control secret reach logs, records or command lines, whatever happens."""
+    """Neither keys nor the control secret reach logs, records or command lines, whatever happens."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("LEYDEN_SECRET", "CANARY-123")
     async with FakeGateway(max_attempts=1) as gateway:

@@ -75,7 +75,7 @@ def test_pods_are_unprivileged(name):
 
 
 def test_no_secret_is_in_the_repository():
-    """Case S02: keys come from Secrets that the user makes."""
+    """Keys come from Secrets that the user makes."""
     assert "Secret" not in {t["kind"] for t in ALL}
     for template in pods(ALL).values():
         (secret,) = [e for c in template["spec"]["containers"] for e in c["env"] if e["name"] == "LEYDEN_SECRET"]

@@ -219,7 +219,7 @@ async def test_only_turns_of_the_same_attempt_are_recalled(gateway: Gateway) -> 
 
 
 async def test_non_canonical_tokenisation_is_continued_as_sampled(gateway: Gateway) -> None:
-    """The same ids as through any other route. Case G29."""
+    """The same ids as through any other route."""
     tokenizer = gateway.renderer._tokenizer
     gateway.engine.spell = lambda text: [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
     gateway.engine.replies = ["the quick brown fox", "done", "the quick brown fox"]
@@ -309,7 +309,7 @@ async def test_keep_alives_are_pings(tmp_path: Path, tokenizer_path: Path, rende
 
 
 async def test_a_retry_after_a_client_timeout_leaves_one_turn(gateway: Gateway) -> None:
-    """Case G10, with the retry that the SDK makes itself."""
+    """With the retry that the SDK makes itself."""
 
     def asked() -> bool:
         if gateway.engine.requests:

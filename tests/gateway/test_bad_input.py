@@ -112,7 +112,7 @@ async def test_sdks_see_what_is_wrong_at_once(tmp_path: Path, tokenizer_path: Pa
 
 
 async def test_half_a_surrogate_pair_becomes_one_replacement_character(gateway: Gateway) -> None:
-    """Case G23: tool output cut in the middle of an emoji does not end an agent; rewards and events neither."""
+    """Tool output cut in the middle of an emoji does not end an agent; rewards and events neither."""
     rollout_id, key = await gateway.start_rollout()
     cut, escaped = rb'{"role": "user", "content": "x \ud83d"}', rb'{"role": "user", "content": "\\ud83d"}'
     body = b'{"model": "m", "messages": [' + cut + b", " + escaped + b"]}"
@@ -164,7 +164,7 @@ async def test_content_type_does_not_matter(gateway: Gateway) -> None:
 
 
 async def test_control_tokens_in_tool_output_are_shown_as_deployed_and_never_trained(gateway: Gateway) -> None:
-    """Case A17. Templates are tokenised with what they show, so `<|im_end|>` in a text is the control token, in
+    """Templates are tokenised with what they show, so `<|im_end|>` in a text is the control token, in
     deployment too. Samples come from recorded calls alone: all of the tail has mask 0."""
     gateway.engine.replies = ['<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>', "ok"]
     rollout_id, key = await gateway.start_rollout()
@@ -250,7 +250,7 @@ async def test_whatever_the_model_says_can_be_answered(
 
 
 async def test_broken_arguments_in_the_history_poison_nothing(gateway: Gateway) -> None:
-    """Case G20. Prompts are made here, so no engine refuses them: the model is shown its own broken words."""
+    """Prompts are made here, so no engine refuses them: the model is shown its own broken words."""
     rollout_id, key = await gateway.start_rollout()
     broken = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": '{"a": '}}
     history: list[Any] = [USER, {"role": "assistant", "content": None, "tool_calls": [broken]}]

@@ -154,7 +154,7 @@ async def test_streamed_answer_equals_the_plain_one(gateway: Gateway) -> None:
 
 
 async def test_deliberate_repeats_are_turns_of_their_own(gateway: Gateway) -> None:
-    """Case G11: three equal requests, each answered in full, are three samples."""
+    """Three equal requests, each answered in full, are three samples."""
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
     texts = [(await call(client, [USER])).choices[0].message.content for _ in range(3)]
@@ -163,7 +163,6 @@ async def test_deliberate_repeats_are_turns_of_their_own(gateway: Gateway) -> No
 
 
 async def test_n_choices_are_recorded_whole(gateway: Gateway) -> None:
-    """Case G12."""
     rollout_id, key = await gateway.start_rollout()
     answer = await call(sdk(gateway, key), [USER], n=2)
     assert [c.message.content for c in answer.choices] == ["reply 1", "reply 2"]
@@ -171,7 +170,7 @@ async def test_n_choices_are_recorded_whole(gateway: Gateway) -> None:
 
 
 async def test_a_retry_after_a_client_timeout_leaves_one_turn(gateway: Gateway) -> None:
-    """Case G10: the first try is abandoned, the second is the turn."""
+    """The first try is abandoned, the second is the turn."""
     gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
     impatient = sdk(gateway, key, http_client=losing_patience(lambda: bool(gateway.engine.requests)), max_retries=0)
@@ -286,7 +285,7 @@ async def test_evaluation_keeps_the_harness_sampling(gateway: Gateway) -> None:
 
 
 async def test_context_overflow_is_a_400_that_names_the_limit(gateway: Gateway) -> None:
-    """Case G21: one try, the earlier turns stay."""
+    """One try, the earlier turns stay."""
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
     await call(client, [USER])
@@ -373,7 +372,7 @@ async def test_a_restarted_gateway_goes_on_with_the_same_conversation(
 
 
 async def test_300_calls_in_flight(gateway: Gateway) -> None:
-    """Case G14: no pool limits a rollout wave."""
+    """No pool limits a rollout wave."""
 
     async def all_are_there() -> None:
         await until(lambda: len(gateway.engine.requests) == 300)

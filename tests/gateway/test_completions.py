@@ -175,7 +175,7 @@ async def test_a_restart_forgets_nothing(tmp_path: Path, tokenizer_path: Path, r
 
 
 async def test_choices_and_sampling(gateway: Gateway) -> None:
-    """Case G12. Evaluation keeps the harness's sampling."""
+    """Evaluation keeps the harness's sampling."""
     rollout_id, key = await gateway.start_rollout(kind="eval")
     answer = await complete(sdk(gateway, key), PROMPT, n=2, temperature=0.3, top_p=0.9, seed=4)
     assert [choice.text for choice in answer.choices] == ["reply 1", "reply 2"]
@@ -216,7 +216,7 @@ def with_post_processor(folder: Path) -> Path:
 
 
 async def test_a_doubled_bos_is_kept_counted_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Case A18: vLLM's tokenizer adds BOS to a text, also to one that has it; the row holds the ids as they were."""
+    """VLLM's tokenizer adds BOS to a text, also to one that has it; the row holds the ids as they were."""
 
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "leyden.gateway.prompt"]

@@ -224,7 +224,6 @@ async def test_nobody_there(client: Connections) -> None:
 
 
 async def test_an_address_of_version_six(client: Connections) -> None:
-    """Case G18."""
     try:
         async with serving(Bytes([]), "::1") as server:
             assert (await client.request("GET", server.url, "/")).body == b"ok"

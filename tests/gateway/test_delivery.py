@@ -72,7 +72,7 @@ def sampled(ids: list[int]) -> Generation:
 
 
 async def test_an_sdk_that_loses_patience_leaves_one_turn(gateway: Gateway) -> None:
-    """Case G10: the SDK tries again by itself; the first try is abandoned, the second is the turn."""
+    """The SDK tries again by itself; the first try is abandoned, the second is the turn."""
     gateway.engine.before = forever
     gateway.engine.replies = [sampled([20, 21])]
     rollout_id, key = await gateway.start_rollout()
@@ -162,7 +162,7 @@ async def test_the_retry_of_a_cut_stream_is_replayed(gateway: Gateway, streams_a
 
 
 async def test_a_retry_takes_the_place_of_the_call_that_was_lost(gateway: Gateway) -> None:
-    """Cases G10 and G11 at once: of three equal calls side by side one is lost and tried again. Three are trained."""
+    """Of three equal calls side by side one is lost and tried again. Three are trained."""
     gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
     lost = asyncio.create_task(post(gateway, key, CHAT, BODY))
@@ -209,7 +209,7 @@ async def test_what_does_not_say_that_it_is_a_retry(gateway: Gateway, count: str
 
 
 async def test_choices_are_replayed_whole(gateway: Gateway) -> None:
-    """Case G12, with the ids of the case: both choices are turns, and a retry gets both again."""
+    """Both choices are turns, and a retry gets both again."""
     gateway.engine.replies = [sampled([5, 6]), sampled([5, 7])]
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
@@ -239,7 +239,7 @@ async def test_retries_do_not_stack(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(("path", "protocol"), SERVED, ids=IDS)
 async def test_overflow_in_a_late_turn(gateway: Gateway, path: str, protocol: Any) -> None:
-    """Case G21: no engine call for the fourth, a 400 that SDKs do not try again, three turns to train, one reward."""
+    """No engine call for the fourth, a 400 that SDKs do not try again, three turns to train, one reward."""
     rollout_id, key = await gateway.start_rollout()
     for number in range(3):
         assert (await post(gateway, key, CHAT, {"model": "m", "messages": [USER] * (number + 1)}))[0] == 200
@@ -266,7 +266,7 @@ def _too_long(body: Any) -> Any:
 
 
 async def test_late_writes_of_an_old_attempt(gateway: Gateway) -> None:
-    """Case G25: they are refused and leave nothing behind; the new attempt is not muted."""
+    """They are refused and leave nothing behind; the new attempt is not muted."""
     rollout_id, old_key = await gateway.start_rollout()
     client = gateway.client
     await post(gateway, old_key, CHAT, BODY)
@@ -289,7 +289,7 @@ async def test_late_writes_of_an_old_attempt(gateway: Gateway) -> None:
 
 
 async def test_a_call_that_outlives_its_attempt_is_refused(gateway: Gateway) -> None:
-    """Case G25 while the call is under way: it ends with its attempt, and the engine stops."""
+    """A call that is under way ends with its attempt, and the engine stops."""
     gateway.engine.before = forever
     rollout_id, key = await gateway.start_rollout()
     late = asyncio.create_task(post(gateway, key, CHAT, BODY))
@@ -302,7 +302,7 @@ async def test_a_call_that_outlives_its_attempt_is_refused(gateway: Gateway) -> 
 
 
 async def test_a_pause_longer_than_any_patience(tmp_path: Any, tokenizer_path: Any, renderer: Any) -> None:
-    """Case G27: clients that never try again sit through a pause: however long it is, each hears something again
+    """Clients that never try again sit through a pause: however long it is, each hears something again
     and again."""
     config = make_config(tmp_path, tokenizer_path)
     async with serving(config, renderer, keep_alive_s=0.05) as gateway:
@@ -371,7 +371,7 @@ async def _whole(client: openai.AsyncOpenAI, stream: bool) -> None:
 
 
 async def test_both_names_of_reasoning_continue_a_turn(gateway: Gateway) -> None:
-    """Case G19: replies say `reasoning_content`; it comes back under that name, or as `reasoning`."""
+    """Replies say `reasoning_content`; it comes back under that name, or as `reasoning`."""
     thought = '<think>\nplan\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
     for name in ("reasoning_content", "reasoning"):
         gateway.engine.replies = [thought, "done"]
@@ -496,7 +496,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", SDKS)
 async def test_the_official_sdk_assembles_what_was_said(name: str) -> None:
-    """Cases G03 and G06: keep-alives before the first event, a last frame with usage alone, two calls by index."""
+    """Keep-alives before the first event, a last frame with usage alone, two calls by index."""
     assert await SDKS[name](client_for(wire(name))) == EXPECTED
     if name == "openai-chat":
         frames = [json.loads(f.removeprefix("data: ")) for f in wire(name).decode().split("\n\n") if "data: {" in f]
@@ -506,7 +506,7 @@ async def test_the_official_sdk_assembles_what_was_said(name: str) -> None:
 
 @pytest.mark.parametrize("name", SDKS)
 async def test_characters_may_be_cut_between_reads(name: str) -> None:
-    """Case G05: around every multi-byte character the stream is split at every byte; the SDK reads the same."""
+    """Around every multi-byte character the stream is split at every byte; the SDK reads the same."""
     stream = wire(name)
     for split in split_points(stream):
         assert await SDKS[name](client_for(stream[:split], stream[split:])) == EXPECTED, split
@@ -519,7 +519,7 @@ def split_points(stream: bytes) -> Iterator[int]:
 
 
 def test_the_address_handed_out_is_the_one_that_is_bound(tmp_path: Any, tokenizer_path: Any) -> None:
-    """Case G17: `localhost` may be ::1 for a client; what is bound and announced is the literal 127.0.0.1."""
+    """`localhost` may be ::1 for a client; what is bound and announced is the literal 127.0.0.1."""
     document = {
         "run_dir": str(tmp_path / "run"),
         "model": {"path": str(tokenizer_path), "renderer": "qwen3"},
@@ -546,7 +546,7 @@ def test_the_address_handed_out_is_the_one_that_is_bound(tmp_path: Any, tokenize
 
 
 async def test_nothing_of_a_rollout_is_left_in_memory(gateway: Gateway) -> None:
-    """Case G24: however a rollout ends, also with calls under way and calls that come late."""
+    """However a rollout ends, also with calls under way and calls that come late."""
     client = gateway.client
     before = {id(o) for o in _of_rollouts()}
     gateway.slot = 700

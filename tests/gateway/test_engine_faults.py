@@ -41,7 +41,7 @@ async def held_s(gateway: Gateway) -> float:
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 async def test_what_cannot_succeed_is_asked_once(gateway: Gateway, vllm: FakeVllm, status: int) -> None:
-    """Cases G20 and G31: the engine's words and status go to the harness, and into an event of the rollout."""
+    """The engine's words and status go to the harness, and into an event of the rollout."""
     vllm.script = [generated([300, 2]), refused(status, "Expecting value")]
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
@@ -68,7 +68,7 @@ async def test_what_cannot_succeed_is_asked_once(gateway: Gateway, vllm: FakeVll
     ],
 )
 async def test_faults_between_gateway_and_engine_stay_there(gateway: Gateway, vllm: FakeVllm, fault: Any) -> None:
-    """Harness facts, table D: the call is held and tried again; the wait is not the rollout's."""
+    """The call is held and tried again; the wait is not the rollout's."""
     vllm.script = [fault, fault, generated([300, 2])]
     turn = await one_call(gateway)
     assert turn.sampled_T.tolist() == [300, 2]
@@ -87,7 +87,7 @@ async def test_retry_after_is_a_minimum(gateway: Gateway, vllm: FakeVllm) -> Non
 
 @pytest.mark.parametrize("fault", [refused(500, "boom"), raw("<html>")], ids=["500", "no JSON"])
 async def test_a_call_that_breaks_is_tried_again_on_nobodys_time(gateway: Gateway, vllm: FakeVllm, fault: Any) -> None:
-    """Case G20, variant 500: after the engine has shown that it samples."""
+    """After the engine has shown that it samples."""
     vllm.script = [fault, fault, generated([300, 2])]
     assert (await one_call(gateway)).sampled_T.tolist() == [300, 2]
     assert (len(vllm.asked), vllm.probes) == (3, 3)
@@ -95,7 +95,7 @@ async def test_a_call_that_breaks_is_tried_again_on_nobodys_time(gateway: Gatewa
 
 
 async def test_no_read_time_out(gateway: Gateway, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case G13: an answer takes many times as long as anything else may."""
+    """An answer takes many times as long as anything else may."""
     await one_call(gateway)
     monkeypatch.setattr("leyden.gateway.engines.connections.CONNECT_S", 0.05)
     monkeypatch.setattr("leyden.gateway.engines.vllm.HEALTH_S", 0.05)
@@ -110,7 +110,7 @@ async def test_no_read_time_out(gateway: Gateway, vllm: FakeVllm, monkeypatch: p
 
 
 async def test_three_hundred_calls_reach_the_engine_at_once(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G14: the engine answers none before all have come; 100 are of one rollout's sub-agents."""
+    """The engine answers none before all have come; 100 are of one rollout's sub-agents."""
     everybody = asyncio.Event()
 
     async def gathering(_request: web.Request, _body: Json) -> web.StreamResponse:
@@ -137,7 +137,7 @@ async def test_three_hundred_calls_reach_the_engine_at_once(gateway: Gateway, vl
 async def test_idle_connections_that_the_engine_closes(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    """Case G15: calls about as far apart as the engine keeps connections; each is generated once, none fails."""
+    """Calls about as far apart as the engine keeps connections; each is generated once, none fails."""
     async with (
         listening(FakeVllm(), idle_s=0.02) as vllm,
         serving(config_for(tmp_path, tokenizer_path, vllm), renderer) as gateway,
@@ -213,7 +213,7 @@ async def test_a_rollout_stays_with_its_engine(pair: Any) -> None:
 
 
 async def test_a_dead_engine_is_left_and_taken_back(pair: Any) -> None:
-    """Case R07: calls go on at another engine, those in flight too; only the dead engine's rollouts move."""
+    """Calls go on at another engine, those in flight too; only the dead engine's rollouts move."""
     gateway, fakes, stacks = pair
     homes: dict[str, int] = {}
     while len(homes) < 12 or len({*homes.values()}) < 2:
@@ -251,7 +251,7 @@ async def test_a_dead_engine_is_left_and_taken_back(pair: Any) -> None:
 
 
 async def test_an_engine_that_comes_back_elsewhere_is_registered_anew(pair: Any) -> None:
-    """Case R07: ten rollouts at the one that lives; the old address is not asked again, the new one is."""
+    """Ten rollouts at the one that lives; the old address is not asked again, the new one is."""
     gateway, fakes, stacks = pair
     await stacks[0].aclose()
     keys = [(await gateway.start_rollout())[1] for _ in range(10)]
@@ -321,7 +321,7 @@ async def test_one_unsuitable_engine_does_not_stop_the_other(
 async def test_an_engine_that_refuses_the_gateway_is_named(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    """Case G31, before the first turn."""
+    """Before the first turn."""
     async with (
         listening(FakeVllm(denied=401)) as vllm,
         serving(config_for(tmp_path, tokenizer_path, vllm), renderer) as gateway,

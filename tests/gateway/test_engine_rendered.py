@@ -162,7 +162,7 @@ async def test_a_prompt_that_was_rendered_otherwise_is_a_fork_with_its_cause(gat
 
 
 async def test_a_call_that_was_cut_reads_as_a_call_and_is_not_one(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G07: finish reason tool_calls where the last allowed token was sampled."""
+    """Finish reason tool_calls where the last allowed token was sampled."""
     cut = {"id": "w", "type": "function", "function": {"name": "bash", "arguments": '{"city": "Par'}}
     vllm.script = [chatted([1], [7] * 64, {"tool_calls": [cut]}, finish_reason="tool_calls")]
     rollout_id, key = await gateway.start_rollout()
@@ -175,9 +175,9 @@ async def test_a_call_that_was_cut_reads_as_a_call_and_is_not_one(gateway: Gatew
 @pytest.mark.parametrize(
     "answer",
     [
-        pytest.param(chatted(None, [3]), id="no prompt ids, case A10"),
+        pytest.param(chatted(None, [3]), id="no prompt ids"),
         pytest.param(chatted([], [3]), id="empty prompt ids"),
-        pytest.param(chatted([1, 2], [], token_ids=None), id="no sampled ids, case A10"),
+        pytest.param(chatted([1, 2], [], token_ids=None), id="no sampled ids"),
         pytest.param(
             chatted([1, 2], [3]) | {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}, id="usage: prompt"
         ),
@@ -201,7 +201,7 @@ async def test_ids_that_are_missing_make_the_attempt_incomplete(gateway: Gateway
 
 
 async def test_log_probs_of_other_tokens_are_absent(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G02 in chat: as many entries, one for another token."""
+    """As many entries, one for another token."""
     content = [{"token": "token_id:4", "logprob": -0.1}, {"token": "token_id:6", "logprob": -0.1}]
     vllm.script = [chatted([1], [4, 5], logprobs={"content": content}), chatted([1], [4, 5], logprobs=None)]
     rollout_id, key = await gateway.start_rollout()
@@ -265,7 +265,7 @@ async def test_a_call_that_takes_longer_than_the_drain_limit_is_made_again(gatew
 
 
 async def test_an_abort_is_made_again(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G28: the engine's own message of a partial answer is nobody's."""
+    """The engine's own message of a partial answer is nobody's."""
     vllm.script = [chatted([1], [4], finish_reason="abort"), cut_within, refused(503), chatted([1], [4, 5])]
     rollout_id, key = await gateway.start_rollout()
     await call(sdk(gateway, key, max_retries=0), [USER])
@@ -274,7 +274,6 @@ async def test_an_abort_is_made_again(gateway: Gateway, vllm: FakeVllm) -> None:
 
 
 async def test_every_choice_is_recorded_with_its_own_prompt(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G12."""
     vllm.script = [chatted([1], [5, 6]), chatted([1], [5, 7])]
     rollout_id, key = await gateway.start_rollout()
     answer = await call(sdk(gateway, key), [USER], n=2)

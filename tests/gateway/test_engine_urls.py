@@ -90,7 +90,7 @@ async def test_evaluations_at_one_gateway_do_not_meet(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 async def test_a_gateway_without_a_usable_engine_ends(tmp_path: Path) -> None:
-    """Case G30: it names the option and stops, so that no step starts without ids; and so does what it serves."""
+    """It names the option and stops, so that no step starts without ids; and so does what it serves."""
     missing = {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
     async with listening(FakeVllm(missing=missing)) as fake:
         write_run(tmp_path, fake)

@@ -68,7 +68,7 @@ async def metric(gateway: Gateway, name: str) -> float:
 
 
 async def test_ids_logprobs_and_versions_are_recorded_as_sampled(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G08: the last token counts."""
+    """The last token counts."""
     versions = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
     entries = [{"token_id": i, "logprob": -i / 1000, "rank": 1} for i in (300, 301, 302, 2)]
     vllm.script = [generated([300, 301, 302, 2], logprobs={"content": entries}, weight_versions=versions)]
@@ -131,7 +131,7 @@ async def test_completions_where_generate_is_off(gateway: Gateway, vllm: FakeVll
 
 
 async def test_ids_spelt_in_the_logprobs_are_read(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G30, variant: ids only as `token_id:N` strings."""
+    """Ids only as `token_id:N` strings."""
     vllm.missing = {GENERATE}
     vllm.default = completed([300, 2], token_ids=None)
     turn = await one_call(gateway)
@@ -157,7 +157,7 @@ async def test_an_engine_that_cannot_serve_is_named_with_the_option_to_set(
     sampling: Json,
     needed: str,
 ) -> None:
-    """Case G30: found by the first call or check, before anything is recorded."""
+    """Found by the first call or check, before anything is recorded."""
     for name, value in changes.items():
         setattr(vllm, name, value)
     async with serving(config_for(tmp_path, tokenizer_path, vllm, sampling=sampling), renderer) as gateway:
@@ -177,7 +177,7 @@ async def test_raw_logprobs_do_where_sampling_is_plain(gateway: Gateway, vllm: F
 
 
 async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G30: an engine that ignores `return_token_ids`, found by its probe."""
+    """An engine that ignores `return_token_ids`, found by its probe."""
     vllm.missing = {GENERATE}
 
     async def without_ids(*_: Any) -> Any:
@@ -192,12 +192,12 @@ async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, 
 @pytest.mark.parametrize(
     "logprobs",
     [
-        pytest.param([-0.1, -0.2], id="one less, case G02"),
-        pytest.param([-0.1, -0.2, -0.3, -0.4], id="one more, case A11"),
-        pytest.param([-0.1, math.nan, -0.3], id="NaN, case G22"),
-        pytest.param([-0.1, -math.inf, -0.3], id="-Infinity, case G22"),
-        pytest.param([-0.1, None, -0.3], id="null, case G22"),
-        pytest.param([-0.1, -9999.0, -0.3], id="vLLM's floor, case G22"),
+        pytest.param([-0.1, -0.2], id="one less"),
+        pytest.param([-0.1, -0.2, -0.3, -0.4], id="one more"),
+        pytest.param([-0.1, math.nan, -0.3], id="NaN"),
+        pytest.param([-0.1, -math.inf, -0.3], id="-Infinity"),
+        pytest.param([-0.1, None, -0.3], id="null"),
+        pytest.param([-0.1, -9999.0, -0.3], id="vLLM's floor"),
         pytest.param([-0.1, 0.2, -0.3], id="positive"),
         pytest.param(None, id="none"),
     ],
@@ -206,7 +206,7 @@ async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, 
 async def test_log_probs_that_do_not_fit_are_absent(
     gateway: Gateway, vllm: FakeVllm, route: str, logprobs: list[Any] | None
 ) -> None:
-    """Cases G02, A11, G22: the ids, whose number the engine says twice, stay; the log-probs are absent as a whole and
+    """The ids, whose number the engine says twice, stay; the log-probs are absent as a whole and
     counted, the harness gets its 200.
     """
     ids = [300, 301, 2]
@@ -223,7 +223,7 @@ async def test_log_probs_that_do_not_fit_are_absent(
 
 
 async def test_log_probs_of_other_tokens_are_absent(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G02: entries for three of four tokens do not shift."""
+    """Entries for three of four tokens do not shift."""
     entries = [{"token_id": i, "logprob": -0.5} for i in (10, 12, 13, 13)]
     vllm.script = [generated([10, 11, 12, 13], logprobs={"content": entries})]
     turn = await one_call(gateway)
@@ -239,7 +239,7 @@ def test_log_probs_spelt_for_other_ids_are_absent() -> None:
 async def test_strict_runs_refuse_a_turn_without_log_probs(
     tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer, vllm: FakeVllm
 ) -> None:
-    """Case A11, strict."""
+    """Strict."""
     vllm.default = generated([300, 2], logprobs=None)
     config = config_for(tmp_path, tokenizer_path, vllm, gateway={"strict_logprobs": True})
     async with serving(config, renderer) as gateway:
@@ -250,7 +250,7 @@ async def test_strict_runs_refuse_a_turn_without_log_probs(
 @pytest.mark.parametrize(
     "answer",
     [
-        pytest.param(generated([], token_ids=None), id="no ids, case A10"),
+        pytest.param(generated([], token_ids=None), id="no ids"),
         pytest.param(generated([], token_ids=["300"]), id="ids that are none"),
         pytest.param(generated([300, 2]) | {"usage": {"prompt_tokens": 1, "completion_tokens": 2}}, id="other prompt"),
         pytest.param(generated([300, 2]) | {"usage": {"completion_tokens": 3}}, id="an id is missing"),
@@ -268,7 +268,7 @@ async def test_strict_runs_refuse_a_turn_without_log_probs(
         ),
         pytest.param(generated([300, 2], weight_versions=[{"version": "1"}]), id="versions of another shape"),
         pytest.param({"choices": []}, id="no choice"),
-        pytest.param({"choices": generated([1])["choices"] * 2}, id="two choices, case G12"),
+        pytest.param({"choices": generated([1])["choices"] * 2}, id="two choices"),
     ],
 )
 async def test_ids_that_contradict_make_the_attempt_incomplete(gateway: Gateway, vllm: FakeVllm, answer: Json) -> None:
@@ -316,7 +316,7 @@ def test_who_says_how_many_ids_there_are(logprobs: list[float], usage: Json | No
 
 
 async def test_an_abort_is_gone_on_with_under_the_new_weights(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G28: prompt + partial ids, what is left of max_tokens, log-probs joined, both versions recorded."""
+    """Prompt + partial ids, what is left of max_tokens, log-probs joined, both versions recorded."""
 
     async def update_meanwhile(_request: Any, _body: Json) -> Any:
         await gateway.client.pause()
@@ -354,7 +354,7 @@ async def test_an_abort_at_the_limit_is_the_limit(gateway: Gateway, vllm: FakeVl
 
 
 async def test_every_choice_is_recorded(gateway: Gateway, vllm: FakeVllm) -> None:
-    """Case G12: n = 2 is two calls and two turns; an error of one ends the other."""
+    """N = 2 is two calls and two turns; an error of one ends the other."""
     vllm.script = [generated([5, 6]), generated([5, 7])]
     rollout_id, key = await gateway.start_rollout()
     answer = await call(sdk(gateway, key), [SYSTEM, USER], n=2)
@@ -382,7 +382,6 @@ async def test_every_choice_is_recorded(gateway: Gateway, vllm: FakeVllm) -> Non
     ],
 )
 async def test_engine_urls(gateway: Gateway, tmp_path: Path, given: str, url: str) -> None:
-    """Case G18."""
     assert make_config(tmp_path, tmp_path, engine={"kind": "vllm", "urls": [given, given]}).engine.urls == [url]
     await gateway.client.put_model("policy", engines=[given], version=0, lineage="l", context_tokens=2000)
     (model,) = await gateway.client.models()
@@ -393,7 +392,7 @@ async def test_engine_urls(gateway: Gateway, tmp_path: Path, given: str, url: st
     "given", ["2001:db8::5:8000", "http://2001:db8::5:8000", "ftp://h:1", "h:99999", "http://h:1?x", "", "[::1"]
 )
 async def test_urls_that_are_none_are_refused(gateway: Gateway, tmp_path: Path, given: str) -> None:
-    """Case G18: an IPv6 address without brackets."""
+    """An IPv6 address without brackets."""
     with pytest.raises(ConfigError, match=r"engine\.urls") as caught:
         make_config(tmp_path, tmp_path, engine={"kind": "vllm", "urls": [given]})
     with pytest.raises(GatewayError, match="422"):

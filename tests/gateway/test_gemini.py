@@ -168,7 +168,7 @@ async def test_the_sdk_calls_functions_by_itself(gateway: Gateway) -> None:
 
 
 async def test_each_candidate_can_be_continued(gateway: Gateway) -> None:
-    """Case G12: all are recorded; the signature of each names its own turn."""
+    """All are recorded; the signature of each names its own turn."""
     gateway.engine.replies = [THOUGHT_AND_CALLS, THOUGHT_AND_CALLS.replace("plan", "other"), "done"]
     rollout_id, key = await gateway.start_rollout()
     client = sdk(gateway, key)
@@ -181,7 +181,6 @@ async def test_each_candidate_can_be_continued(gateway: Gateway) -> None:
 
 
 async def test_a_cut_answer_says_max_tokens(gateway: Gateway) -> None:
-    """Case G07."""
     ids = gateway.engine.ids("half an ans")
     gateway.engine.replies = [Generation(ids, [-0.5] * len(ids), FinishReason.LENGTH, (VersionSpan(0, len(ids)),))]
     _, key = await gateway.start_rollout()

@@ -124,7 +124,6 @@ async def test_keys_end_with_their_phase(gateway: Gateway) -> None:
     ],
 )
 async def test_reward_values(gateway: Gateway, value: Any, expected: float | None) -> None:
-    """Case L05."""
     rollout_id, _ = await gateway.start_rollout()
     receipt = await gateway.client.exit(rollout_id, 1, exit_code=0, timed_out=False, reason=None)
     headers = {"authorization": f"Bearer {receipt.grader_key}"}
@@ -272,7 +271,7 @@ async def test_groups_of_another_data_set_are_refused(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("field", ["template", "job_template", "command", "config", "kubernetes"])
 async def test_no_template_comes_over_the_api(gateway: Gateway, field: str) -> None:
-    """Case S04: templates are the run file's, a task is none. Groups are made with the control key alone."""
+    """Templates are the run file's, a task is none. Groups are made with the control key alone."""
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     spec = {"kind": "train", "step": 99, "slot": 0, "size": 1, "task": {"text": attack}}
     _, agent = await gateway.start_rollout()
@@ -285,7 +284,7 @@ async def test_no_template_comes_over_the_api(gateway: Gateway, field: str) -> N
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_an_open_address_needs_a_secret(tmp_path: Path, host: str) -> None:
-    """Case S05: without one the gateway does not start; where no address is given, only this machine reaches it."""
+    """Without one the gateway does not start; where no address is given, only this machine reaches it."""
     config = make_config(tmp_path, tmp_path, gateway={"host": host})
     with pytest.raises(ConfigError, match="LEYDEN_SECRET"):
         gateway_app.serve(config)

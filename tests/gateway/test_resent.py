@@ -207,7 +207,7 @@ async def test_calls_as_text_with_the_result_as_a_user_message(gateway: Gateway)
 
 @pytest.mark.parametrize("merged", [False, True])
 async def test_two_results_apart_or_in_one_message(gateway: Gateway, merged: bool) -> None:
-    """Case A06: what was rendered is what is recorded, in one sample; both results are context."""
+    """What was rendered is what is recorded, in one sample; both results are context."""
     calls = [("bash", {"command": "ls"}), ("bash", {"command": "pwd"})]
     gateway.engine.replies = [said(family_of(gateway), calls=calls), said(family_of(gateway), "Done.")]
     rollout_id, key = await gateway.start_rollout()

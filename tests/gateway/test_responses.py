@@ -212,7 +212,7 @@ async def test_reasoning_that_the_harness_drops_is_named(gateway: Gateway) -> No
 
 
 async def test_a_conversation_goes_on_after_a_cut_answer(gateway: Gateway) -> None:
-    """Case G07. The cut reply stays a message of its own, so the third call continues the second."""
+    """The cut reply stays a message of its own, so the third call continues the second."""
     ids = gateway.engine.ids("cut here")
     cut = Generation(ids, [-0.5] * len(ids), FinishReason.LENGTH, (VersionSpan(0, len(ids)),))
     gateway.engine.replies = [cut, "and on", "end"]

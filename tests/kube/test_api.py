@@ -99,7 +99,7 @@ async def test_a_killed_job_says_why_and_starts_no_other_pod(
 
 
 async def test_quota(kube: Cluster, api: KubernetesApi, namespace: str) -> None:
-    """Case K08: the refusal has a type; a Job whose pods are refused says so in an event."""
+    """The refusal has a type; a Job whose pods are refused says so in an event."""
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}}
     kube.apply({**quota, "spec": {"hard": {"count/jobs.batch": "1", "pods": "0"}}}, namespace=namespace)
     async with asyncio.timeout(30):
@@ -121,7 +121,7 @@ _QUOTAS = replace(PODS, plural="resourcequotas")
 
 
 async def test_a_job_on_its_way_out(kube: Cluster, api: KubernetesApi) -> None:
-    """Case K10: its name is taken, and the refusal says that it is being deleted."""
+    """Its name is taken, and the refusal says that it is being deleted."""
     held = job("held", kube.busybox, "true")
     held["metadata"]["finalizers"] = ["leyden/test"]
     await api.create(JOBS, held)
@@ -202,7 +202,7 @@ class Proxy:
 
 
 async def test_a_silent_watch(kube: Cluster, api: KubernetesApi, namespace: str, tmp_path: Path) -> None:
-    """Case K02: the connections live, nothing arrives; the end of the Job is found all the same."""
+    """The connections live, nothing arrives; the end of the Job is found all the same."""
     config = yaml.safe_load(kube.kubeconfig.read_text())
     cluster = config["clusters"][0]["cluster"]
     host, port = cluster["server"].removeprefix("https://").split(":")

@@ -110,7 +110,6 @@ async def test_a_run_that_is_well_but_for_its_open_network(kube: Cluster, namesp
 
 
 async def test_images_that_the_cluster_cannot_get(make: Make) -> None:
-    """Case K05."""
     found = await examine(make(kubernetes={"image": "testbed.local/missing:1"}))
     assert found["image"].what.startswith("testbed.local/missing:1: ErrImage") or "BackOff" in found["image"].what
     assert found["image"].advice.startswith("push it, correct kubernetes.image, or give the pods an imagePullSecret")

@@ -74,7 +74,7 @@ def seen_in_pod(it: Run, rollout_id: str) -> Any:
 async def test_a_key_from_a_pod_opens_only_its_own_routes(
     kube: Cluster, namespace: str, tmp_path: Path, tokenizer_path: Path, python_image: str
 ) -> None:
-    """Case S02: every route from within a pod; and afterwards the key is worth nothing."""
+    """Every route from within a pod; and afterwards the key is worth nothing."""
     with gates(kube.host) as gate:
         async with run(kube, namespace, tmp_path, tokenizer_path, python_image, harness={"timeout_s": 600}) as it:
             (another,) = await it.add([good(first=gate.wait("end"))])

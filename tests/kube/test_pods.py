@@ -231,7 +231,7 @@ async def test_the_grader_works_on_a_copy(api: KubernetesApi, observer: Observer
 
 
 async def test_variables_arrive_as_they_are(api: KubernetesApi, observer: Observer, make: Maker) -> None:
-    """Case K12, through a real API server and kubelet; nothing is expanded, and keys come from the Secret."""
+    """Through a real API server and kubelet; nothing is expanded, and keys come from the Secret."""
     values = ["True", "8080", "1e3", "null", "yes", "08", "", "$(LEYDEN_KEY)", "$$", "a\n- b: c", "é\U0001f600"]
     env = {f"V{i}": value for i, value in enumerate(values)}
     code = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
@@ -249,7 +249,7 @@ async def test_variables_arrive_as_they_are(api: KubernetesApi, observer: Observ
 async def test_no_secret_in_what_people_see(
     kube: Cluster, api: KubernetesApi, observer: Observer, make: Maker, namespace: str
 ) -> None:
-    """Case S02: Jobs, pods, events and logs hold no key; the harness finds the keeper's key in no file of its own."""
+    """Jobs, pods, events and logs hold no key; the harness finds the keeper's key in no file of its own."""
     made = make(
         "secret", "grep -rs workspace-s.cret /leyden /workspace /proc/self/environ; cat /leyden/files/task.json"
     )

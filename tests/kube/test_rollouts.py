@@ -39,7 +39,7 @@ async def test_many_rollouts_with_rewards_leave_nothing(place: Place) -> None:
 
 
 async def test_every_ending_has_its_class_and_reason(place: Place) -> None:
-    """Cases K05, K06, K07, U03: and the last words are kept."""
+    """And the last words are kept."""
     tasks = {
         "fails": {"script": f"{CALL}; echo last words; echo 0.5 > score; exit 3"},
         "hangs": {"script": f"{CALL}; echo 0.25 > score; echo waiting; sleep 300"},
@@ -81,7 +81,7 @@ async def test_a_harness_posts_its_own_reward(place: Place) -> None:
 
 
 async def test_what_others_take_away_is_run_again(place: Place) -> None:
-    """Cases K03, K07: a deleted pod, a deleted Job, an eviction that was asked for; each void at once."""
+    """A deleted pod, a deleted Job, an eviction that was asked for; each void at once."""
     tasks = [good(score, first=once(FOREVER)) for score in (0.2, 0.4, 0.6)]
     async with run(*place, harness={"max_attempts": 2, "timeout_s": 600}) as it:
         ids = await it.add(tasks)
@@ -100,7 +100,7 @@ async def test_what_others_take_away_is_run_again(place: Place) -> None:
 
 
 async def test_a_harness_that_fills_its_folder_has_failed_by_itself(place: Place) -> None:
-    """Case K07: evicted for its own limit, or with more than may be handed in; graded on what it began with."""
+    """Evicted for its own limit, or with more than may be handed in; graded on what it began with."""
     sections = {
         "harness": {"timeout_s": 600},
         "grader": {"command": ["sh", "-c", f"test -e big; echo 0.$? > score; {GRADE}"]},
@@ -121,7 +121,7 @@ async def test_a_harness_that_fills_its_folder_has_failed_by_itself(place: Place
 
 
 async def test_a_controller_that_is_killed_is_followed_by_one_that_adopts(place: Place) -> None:
-    """Cases R05, K10: each rollout runs once, whether its harness ends while no controller runs or later."""
+    """Each rollout runs once, whether its harness ends while no controller runs or later."""
     with gates(place[0].host) as gate:
         async with run(*place, harness={"timeout_s": 600}) as it:
             ids = await it.add(good(first=gate.wait(("early", "late")[n % 2])) for n in range(6))
@@ -138,7 +138,7 @@ async def test_a_controller_that_is_killed_is_followed_by_one_that_adopts(place:
 
 
 async def test_an_api_server_that_is_away_for_half_a_minute(place: Place) -> None:
-    """Case K02: harnesses end meanwhile, others are to start. The watch is taken up again; nothing is run twice."""
+    """Harnesses end meanwhile, others are to start. The watch is taken up again; nothing is run twice."""
     with gates(place[0].host) as gate:
         async with run(*place, harness={"timeout_s": 600}, controller={"start_timeout_s": 300}) as it:
             if it.cluster.state is None:
@@ -157,7 +157,7 @@ async def test_an_api_server_that_is_away_for_half_a_minute(place: Place) -> Non
 
 
 async def test_a_controller_that_is_gone_is_followed_by_another_one(place: Place) -> None:
-    """Case R05: its running Jobs are taken over with its lease, and end once."""
+    """Its running Jobs are taken over with its lease, and end once."""
     with gates(place[0].host) as gate:
         async with run(*place, controllers=("one",), harness={"timeout_s": 600}) as it:
             ids = await it.add(good(first=gate.wait("go")) for _ in range(4))

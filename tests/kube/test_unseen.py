@@ -22,7 +22,7 @@ SUCCEEDED, FAILED = RolloutState.SUCCEEDED, RolloutState.FAILED
 async def test_watches_that_expired(
     kube: Cluster, namespace: str, tmp_path: Path, tokenizer_path: Path, python_image: str
 ) -> None:
-    """Case K02: 410 from the real API server; one harness has ended meanwhile, another one's pod is gone."""
+    """410 from the real API server; one harness has ended meanwhile, another one's pod is gone."""
     if kube.state is None:
         pytest.skip("only the test bed's etcd is compacted")
     with gates(kube.host) as gate, kubectl_proxy(kube) as url:
@@ -78,7 +78,7 @@ async def test_pods_that_are_seen_before_their_jobs(
 async def test_what_ends_while_no_controller_runs(
     kube: Cluster, namespace: str, tmp_path: Path, tokenizer_path: Path, python_image: str
 ) -> None:
-    """Case K04: Jobs end, pass their deadline, and are removed by their TTL before anybody saw how they ended.
+    """Jobs end, pass their deadline, and are removed by their TTL before anybody saw how they ended.
 
     Where the outcome is lost, the attempt is void; a deadline that a controller sees is the agent's failure.
     """

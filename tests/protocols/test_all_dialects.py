@@ -252,7 +252,7 @@ JSON_TEXTS = st.text(alphabet=st.sampled_from('\\u"dD83c0nxef '), max_size=24)
 @settings(max_examples=300, deadline=None)
 @given(JSON_TEXTS)
 def test_halves_of_surrogate_pairs(text: str) -> None:
-    """Case G23. Wherever Python's own parser reads the text, the value is the same with U+FFFD for each half."""
+    """Wherever Python's own parser reads the text, the value is the same with U+FFFD for each half."""
     raw = f'"{text}"'
     try:
         expected = json.loads(raw)
@@ -276,7 +276,7 @@ def test_halves_of_surrogate_pairs(text: str) -> None:
     ],
 )
 def test_halves_of_surrogate_pairs_exactly(text: str, expected: Any, halves: int) -> None:
-    """Case G23: a backslash that is escaped escapes nothing."""
+    """A backslash that is escaped escapes nothing."""
     assert loads(text) == (expected, halves)
 
 

@@ -337,7 +337,7 @@ def test_plain_reply() -> None:
 def test_stop_reasons(
     message: dict[str, Any], finish: FinishReason, stop_string: str | None, reason: str, sequence: str | None
 ) -> None:
-    """Case G07 among them: a cut reply says max_tokens even with tool calls."""
+    """A cut reply says max_tokens even with tool calls."""
     answer = reply(message, finish, stop_string)
     plain = anthropic_messages.reply(answer, REQUEST)
     assert (plain["stop_reason"], plain["stop_sequence"]) == (reason, sequence)
@@ -353,7 +353,7 @@ def test_input_is_always_an_object() -> None:
 
 
 def test_stream_of_a_tool_call_alone() -> None:
-    """Case G29: no empty text block before it, its arguments whole, and the reason tool_use."""
+    """No empty text block before it, its arguments whole, and the reason tool_use."""
     found = events(reply({"tool_calls": [CALL]}))
     assert [name for name, _ in found] == [
         "message_start",

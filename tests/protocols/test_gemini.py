@@ -335,7 +335,6 @@ def test_parts_of_a_reply(message: dict[str, Any], parts: list[Any]) -> None:
 
 
 def test_a_cut_reply_says_so_even_with_tool_calls() -> None:
-    """Case G07."""
     cut = answer({"content": "", "tool_calls": [CALL]}, FinishReason.LENGTH)
     assert gemini.reply(cut, REQUEST)["candidates"][0]["finishReason"] == "MAX_TOKENS"
     assert chunks(cut)[-1]["candidates"][0]["finishReason"] == "MAX_TOKENS"

@@ -66,7 +66,7 @@ def test_messages_are_normalised() -> None:
 
 
 def test_old_and_odd_messages() -> None:
-    """Case G19: both names of reasoning. Calls and results of the time before tools; refusals; no arguments at all."""
+    """Both names of reasoning. Calls and results of the time before tools; refusals; no arguments at all."""
     request = parse(
         body(
             messages=[
@@ -190,7 +190,6 @@ def test_plain_reply() -> None:
 
 
 def test_a_cut_reply_says_length_even_with_tool_calls() -> None:
-    """Case G07."""
     answer = openai_chat.reply(reply({"content": "", "tool_calls": [CALL]}, FinishReason.LENGTH), REQUEST)
     assert answer["choices"][0]["finish_reason"] == "length"
 

@@ -103,7 +103,6 @@ def test_plain_reply() -> None:
 
 
 def test_a_cut_reply_says_length() -> None:
-    """Case G07."""
     answered = openai_completions.reply(answer(finish=FinishReason.LENGTH), REQUEST)
     assert answered["choices"][0]["finish_reason"] == "length"
 

@@ -259,7 +259,7 @@ def test_plain_reply() -> None:
 
 
 def test_a_reply_comes_back_as_it_was() -> None:
-    """Also an empty one. Case A09."""
+    """Also an empty one."""
     for message in (
         REPLY,
         {"role": "assistant", "content": ""},
@@ -275,7 +275,6 @@ def test_a_reply_comes_back_as_it_was() -> None:
     [{"content": "cut"}, {"content": "", "tool_calls": [TOOL_CALL]}, {"content": "", "reasoning_content": "r"}],
 )
 def test_a_cut_reply_is_incomplete_even_with_tool_calls(message: dict[str, Any]) -> None:
-    """Case G07."""
     answer = openai_responses.reply(reply(message, FinishReason.LENGTH), REQUEST)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][-1]["status"] == "incomplete"

@@ -112,7 +112,7 @@ def test_a_turn_that_outlives_its_attempt_is_not_committed(store: Store) -> None
 
 
 def test_a_retry_starts_with_an_empty_record(store: Store) -> None:
-    """Case G25: the turns of an earlier attempt never reach the rollout's record."""
+    """The turns of an earlier attempt never reach the rollout's record."""
     rollout_id = running(store)
     commit(store, rollout_id)
     store.rollouts.infrastructure(rollout_id, 1, "evicted", max_attempts=3)

@@ -144,7 +144,7 @@ NO_IMAGE = "not started after {0} s: ImagePullBackOff, image there/is:none: Back
 
 
 async def test_identical_failures_stop_the_run():
-    """Case K05: none of the rollouts that ended last went another way, so the others are not waited for."""
+    """None of the rollouts that ended last went another way, so the others are not waited for."""
     control = ScriptedControl(lambda r: lost(NO_IMAGE.format(60 + r.member)) if r.slot else Ending(1.0))
     created = await create_groups(control, requests(groups=2, size=4))
     with pytest.raises(TrainingError) as caught:
@@ -156,7 +156,7 @@ async def test_identical_failures_stop_the_run():
 
 
 async def test_a_resume_after_identical_failures_goes_on():
-    """Case K05: what was lost before is not counted again, or the run could never be resumed."""
+    """What was lost before is not counted again, or the run could never be resumed."""
     control = ScriptedControl(lambda r: lost(NO_IMAGE.format(r.member)))
     created = await create_groups(control, requests(groups=1, size=4))
     with pytest.raises(TrainingError):
@@ -177,7 +177,6 @@ async def test_a_resume_after_identical_failures_goes_on():
     ],
 )
 async def test_what_counts_as_alike(endings, count):
-    """Case K05."""
     control = ScriptedControl(lambda r: endings[r.member])
     final = await wait_until_terminal(control, await create_groups(control, requests(groups=1, size=len(endings))))
     assert failed_alike(final.values()) == (count, (endings[-1].reason or "") if endings else "")
@@ -198,7 +197,7 @@ async def test_a_record_that_is_not_complete_is_left_out():
 
 
 async def test_a_rollout_over_the_limit_stays_in_the_baseline():
-    """Case A12: its row is not trained, its reward is part of the group."""
+    """Its row is not trained, its reward is part of the group."""
     control = ScriptedControl(lambda r: Ending(reward=float(r.member), responses=((5,) * (1 + 9 * r.member),)))
     collected = await run(control, requests(groups=1), max_tokens=4)
     assert collected.samples.left_out == 1

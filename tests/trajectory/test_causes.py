@@ -47,7 +47,6 @@ SUMMED_UP = after(assistant("one"), assistant("two"), assistant(SUMMARY))
     ],
 )
 def test_compaction_quotes_what_was_sampled(messages: list[Any]) -> None:
-    """Case A08."""
     assert cause(SUMMED_UP, messages) is ForkCause.COMPACTION
 
 

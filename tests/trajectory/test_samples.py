@@ -94,7 +94,7 @@ def test_order_of_turns_given_does_not_matter():
 
 
 def test_separator_after_the_assistant_turn_is_context():
-    """Case A02: the newline after the closing tag is in the next prompt, was never sampled and has no log-prob."""
+    """The newline after the closing tag is in the next prompt, was never sampled and has no log-prob."""
     (sample,) = build_samples([turn(1, [1], [7, 151645]), turn(2, [198, 8, 9], [10], parent=1)]).samples
     assert ids(sample) == [1, 7, 151645, 198, 8, 9, 10]
     assert mask(sample) == [0, 1, 1, 0, 0, 0, 1]
@@ -103,7 +103,7 @@ def test_separator_after_the_assistant_turn_is_context():
 
 @pytest.mark.parametrize("stripped", [False, True])
 def test_a_stop_token_that_was_not_recorded_is_context(stripped):
-    """Case A03: the server left the stop token out, the next prompt closes the turn with it: one sample, and what was
+    """The server left the stop token out, the next prompt closes the turn with it: one sample, and what was
     not recorded as sampled is not trained.
     """
     sampled, closed = ([7], [2, 198, 8]) if stripped else ([7, 2], [198, 8])
@@ -113,7 +113,7 @@ def test_a_stop_token_that_was_not_recorded_is_context(stripped):
 
 
 def test_another_closing_token_begins_another_tree():
-    """Case A03, variant: the prompt closes the turn otherwise than it was sampled."""
+    """The prompt closes the turn otherwise than it was sampled."""
     built = build_samples([turn(1, [1], [7, 2]), turn(2, [1, 7, 32007, 198, 8], [9], cause="rerendered_by_engine")])
     assert [(ids(s), mask(s)) for s in built.samples] == [
         ([1, 7, 2], [0, 1, 1]),
@@ -122,7 +122,7 @@ def test_another_closing_token_begins_another_tree():
 
 
 def test_a_rendered_reply_begins_another_tree():
-    """Case A05: the arguments were written again with other blanks."""
+    """The arguments were written again with other blanks."""
     built = build_samples([turn(1, [1], [5, 6, 7]), turn(2, [1, 5, 9, 6, 7, 8], [4], cause="rerendered_by_engine")])
     assert [(ids(s), mask(s)) for s in built.samples] == [
         ([1, 5, 6, 7], [0, 1, 1, 1]),
@@ -131,13 +131,12 @@ def test_a_rendered_reply_begins_another_tree():
 
 
 def test_two_results_in_one_turn_are_context():
-    """Case A06."""
     (sample,) = build_samples([turn(1, [1], [7]), turn(2, [50, 51, 60, 61], [9], parent=1)]).samples
     assert (ids(sample), mask(sample)) == ([1, 7, 50, 51, 60, 61, 9], [0, 1, 0, 0, 0, 0, 1])
 
 
 def test_compaction_gives_two_samples():
-    """Case A08: turns 1 and 2 extend, 3 is the summary call, 4 starts from the summary, 5 extends 4."""
+    """Turns 1 and 2 extend, 3 is the summary call, 4 starts from the summary, 5 extends 4."""
     built = build_samples(
         [
             turn(1, [1], [2]),
@@ -154,7 +153,7 @@ def test_compaction_gives_two_samples():
 
 
 def test_empty_responses_give_no_sample():
-    """Case A09: nothing sampled, nothing trained; a rollout without calls is an empty list."""
+    """Nothing sampled, nothing trained; a rollout without calls is an empty list."""
     built = build_samples([turn(1, [1, 2], [], logprobs=[])])
     assert built.samples == ()
     assert built.counts == SampleCounts(empty_responses=1)
@@ -173,7 +172,7 @@ def test_an_empty_turn_inside_a_path_is_context():
 
 
 def test_no_prompt_is_never_trained():
-    """Case A10: an answer to nothing, and whatever continues it, has no context to be trained on."""
+    """An answer to nothing, and whatever continues it, has no context to be trained on."""
     built = build_samples([turn(1, [], [3]), turn(2, [4], [5], parent=1), turn(3, [1], [6])])
     assert [ids(s) for s in built.samples] == [[1, 6]]
     assert built.counts == SampleCounts(no_prompt=2)
@@ -184,7 +183,7 @@ def test_no_prompt_is_never_trained():
     [[-0.1, -0.2, -0.3, -0.4], [-0.1, -0.2], [-0.1, float("nan"), -0.3], [-0.1, float("-inf"), -0.3]],
 )
 def test_logprobs_that_do_not_fit_are_dropped_for_their_turn_alone(logprobs):
-    """Case A11: never cut or padded; the other turn keeps its own."""
+    """Never cut or padded; the other turn keeps its own."""
     built = build_samples([turn(1, [9], [1, 2, 3], logprobs=logprobs), turn(2, [9], [4], parent=1)])
     (sample,) = built.samples
     np.testing.assert_array_equal(sample.logprobs_L, np.array([0, np.nan, np.nan, np.nan, 0, -4], np.float32))
@@ -199,7 +198,7 @@ def test_absent_logprobs_are_counted():
 
 
 def test_limit_inside_an_observation_cuts_at_the_turn_before():
-    """Case A13: ids, mask and log-probs end together, and the token count that weights use is 3."""
+    """Ids, mask and log-probs end together, and the token count that weights use is 3."""
     built = build_samples([turn(1, [8], [1, 2, 3]), turn(2, [0] * 5, [4, 5, 6, 7], parent=1)], max_tokens=7)
     (sample,) = built.samples
     assert ids(sample) == [8, 1, 2, 3]
@@ -209,7 +208,7 @@ def test_limit_inside_an_observation_cuts_at_the_turn_before():
 
 
 def test_a_first_turn_over_the_limit_is_left_out():
-    """Case A12: a cut prompt would be trained as a context that the model never saw."""
+    """A cut prompt would be trained as a context that the model never saw."""
     built = build_samples([turn(1, [1, 2, 3], [4])], max_tokens=3)
     assert built.samples == ()
     assert built.counts == SampleCounts(left_out=1, tokens_left_out=1)
@@ -217,14 +216,14 @@ def test_a_first_turn_over_the_limit_is_left_out():
 
 
 def test_no_token_is_added_or_masked_in_unless_it_was_sampled():
-    """Case A16: a response without an end-of-sequence id stays as it is; without a call there is no sample."""
+    """A response without an end-of-sequence id stays as it is; without a call there is no sample."""
     assert build_samples([]).samples == ()
     (sample,) = build_samples([turn(1, [1], [5, 6])]).samples
     assert (ids(sample), mask(sample)) == ([1, 5, 6], [0, 1, 1])
 
 
 def test_control_tokens_in_tool_output_are_context():
-    """Case A17: spans come from recorded calls, not from a search for control ids."""
+    """Spans come from recorded calls, not from a search for control ids."""
     tail = [151645, 198, 151644, 77091, 198, 666]
     (sample,) = build_samples([turn(1, [1], [7]), turn(2, tail, [9], parent=1)]).samples
     assert mask(sample) == [0, 1, 0, 0, 0, 0, 0, 0, 1]

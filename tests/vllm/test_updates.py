@@ -69,7 +69,7 @@ async def test_a_long_generation_goes_on_under_the_new_weights(
     first: Reference,
     second: Reference,
 ) -> None:
-    """Case G28 on eight calls: every token is there, those before the update are of the old weights, those after it of
+    """On eight calls: every token is there, those before the update are of the old weights, those after it of
     the new ones, given all that went before.
     """
     async with gateway_to(tmp_path, weights, renderer, numbered.url) as gateway:

@@ -81,7 +81,8 @@ def k3_kl(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
 
     The estimator k3 of Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
-    >>> k3_kl(torch.tensor([-1.0]), torch.tensor([-2.0])).item()  # e^-1 - 1 + 1 0.3678794503211975
+    >>> k3_kl(torch.tensor([-1.0]), torch.tensor([-2.0])).item()  # e^-1 - 1 + 1
+    0.3678794503211975
     """
     log_q_T = log_ratio(reference_T, logprobs_T)
     return torch.expm1(log_q_T) - log_q_T

@@ -50,7 +50,7 @@ MADE = Manifest({"kind": "Job"}, {"kind": "Secret", "metadata": {"name": "j"}})
 async def test_errors_have_types(
     server: FakeApiServer, api: KubernetesApi, status: int, message: str, error: type[ClusterError]
 ) -> None:
-    """Cases K08 and K10. The message is the server's own."""
+    """The message is the server's own."""
     server.calls = [refusal(status, message)]
     with pytest.raises(error) as raised:
         await api.create(JOBS, {})
@@ -126,7 +126,7 @@ async def test_lists_come_in_pages(server: FakeApiServer, api: KubernetesApi) ->
 
 
 async def test_a_log_keeps_its_end(server: FakeApiServer, api: KubernetesApi) -> None:
-    """Case U03: the last bytes count, and a cut character is no error."""
+    """The last bytes count, and a cut character is no error."""
 
     async def text(_: web.Request) -> web.StreamResponse:
         return web.Response(body=b"x" * 100_000 + "é last line\n".encode())
@@ -155,7 +155,7 @@ async def test_a_token_that_ran_out_is_read_again(server: FakeApiServer, api: Ku
 async def test_nothing_secret_is_logged(
     server: FakeApiServer, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Case S02: at the lowest level, bodies and tokens are in no log line and in no error."""
+    """At the lowest level, bodies and tokens are in no log line and in no error."""
     caplog.set_level(logging.DEBUG)
     server.calls = [refusal(422, "invalid")]
     with pytest.raises(ClusterError) as raised:

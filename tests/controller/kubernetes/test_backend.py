@@ -123,7 +123,7 @@ def names(cluster: FakeCluster) -> list[str]:
 
 
 async def test_a_quota_is_waited_for(config: Config, cluster: FakeCluster) -> None:
-    """Case K08: refused twice, then made; meanwhile the quota's words are what the attempt waits for."""
+    """Refused twice, then made; meanwhile the quota's words are what the attempt waits for."""
     cluster.faults.extend([(403, QUOTA), (403, QUOTA)])
     async with opened(settings(config, cluster)) as (backend, told):
         await backend.start_harness(claim())
@@ -133,7 +133,7 @@ async def test_a_quota_is_waited_for(config: Config, cluster: FakeCluster) -> No
 
 
 async def test_a_quota_that_stays_full_ends_the_wait(config: Config, cluster: FakeCluster) -> None:
-    """Case K08: with the quota's words, when the queue's budget is used up; nothing is left."""
+    """With the quota's words, when the queue's budget is used up; nothing is left."""
     cluster.faults.extend([(403, QUOTA)] * 1000)
     async with opened(settings(config, cluster, controller={"start_timeout_s": 0.05})) as (backend, _):
         with pytest.raises(LaunchError, match=r"the cluster took no Job for r\.1: .*exceeded quota: q"):
@@ -152,7 +152,7 @@ async def test_a_refusal_that_will_not_pass_is_not_tried_again(config: Config, c
 
 
 async def test_a_job_whose_creation_was_not_answered_is_ours(config: Config, cluster: FakeCluster) -> None:
-    """Case K10: made, the answer lost; the next try meets 409 and adopts it: one Job, its Secret goes with it."""
+    """Made, the answer lost; the next try meets 409 and adopts it: one Job, its Secret goes with it."""
     cluster.faults.append("lost")
     async with opened(settings(config, cluster)) as (backend, told):
         await backend.start_harness(claim())
@@ -167,7 +167,7 @@ async def test_a_job_whose_creation_was_not_answered_is_ours(config: Config, clu
 
 
 async def test_a_name_that_is_being_deleted_is_not_waited_for(config: Config, cluster: FakeCluster) -> None:
-    """Cases K10, K11: the attempt gets a Job of another name."""
+    """The attempt gets a Job of another name."""
     made = settings(config, cluster)
     cluster.faults.append((409, 'object is being deleted: jobs.batch "x" already exists'))
     async with opened(made) as (backend, _):
@@ -185,7 +185,6 @@ async def test_names_that_stay_being_deleted_end_the_wait(config: Config, cluste
 
 
 async def test_a_stranger_s_job_of_that_name_is_left_alone(config: Config, cluster: FakeCluster) -> None:
-    """Case K10."""
     made = settings(config, cluster)
     name = job_name(program(made))
     await cluster.put("jobs", {"metadata": {"name": name, "labels": {"app": "theirs"}}})
@@ -196,7 +195,7 @@ async def test_a_stranger_s_job_of_that_name_is_left_alone(config: Config, clust
 
 
 async def test_the_rate_holds_for_the_next_controller(config: Config, cluster: FakeCluster) -> None:
-    """Case K13: although the Job of the first one is gone."""
+    """Although the Job of the first one is gone."""
     made = settings(config, cluster, kubernetes={"creates_per_minute": 1})
 
     class Waited(Exception):
@@ -217,7 +216,7 @@ async def test_the_rate_holds_for_the_next_controller(config: Config, cluster: F
 
 
 async def test_an_image_that_cannot_be_pulled_frees_its_slot(config: Config, cluster: FakeCluster) -> None:
-    """Case K05: infrastructure with reason and image, and nothing of it is left."""
+    """Infrastructure with reason and image, and nothing of it is left."""
     made = settings(config, cluster, kubernetes={"image_wait_s": 0.2})
     async with opened(made) as (backend, told):
         await backend.start_harness(claim())
@@ -246,7 +245,7 @@ async def test_an_image_that_cannot_be_pulled_frees_its_slot(config: Config, clu
 async def test_a_job_that_went_while_nobody_looked(
     config: Config, cluster: FakeCluster, fields: Json, phase: Phase, exit_: Exit | None
 ) -> None:
-    """Case K03: a reward that was accepted says that it ended; without one it is void."""
+    """A reward that was accepted says that it ended; without one it is void."""
     async with opened(settings(config, cluster)) as (backend, told):
         found = backend.find(rollout("r", started=7.0, **fields))
         assert (found.phase, found.exit) == (phase, exit_)
@@ -258,7 +257,7 @@ async def test_a_job_that_went_while_nobody_looked(
 async def test_a_node_s_clock_moves_no_deadline(
     config: Config, cluster: FakeCluster, caplog: pytest.LogCaptureFixture, ahead_s: float
 ) -> None:
-    """Case T11: a start that cannot be is told as now, with a warning; no duration is negative."""
+    """A start that cannot be is told as now, with a warning; no duration is negative."""
     async with opened(settings(config, cluster)) as (backend, told):
         before = time.time()
         await backend.start_harness(claim())
@@ -277,7 +276,7 @@ async def test_a_node_s_clock_moves_no_deadline(
 
 
 async def test_a_start_is_the_node_s_where_the_clocks_agree(config: Config, cluster: FakeCluster) -> None:
-    """Case T11: what a watch that was behind learns late counts from when it was."""
+    """What a watch that was behind learns late counts from when it was."""
     async with opened(settings(config, cluster)) as (backend, told):
         await backend.start_harness(claim())
         (job,) = cluster.all("jobs")
@@ -288,7 +287,7 @@ async def test_a_start_is_the_node_s_where_the_clocks_agree(config: Config, clus
 
 
 async def test_a_job_that_is_deleted_while_it_runs_ends_at_once(config: Config, cluster: FakeCluster) -> None:
-    """Case K03: by the watch, without waiting for a deadline."""
+    """By the watch, without waiting for a deadline."""
     async with opened(settings(config, cluster)) as (backend, told):
         await backend.start_harness(claim())
         (job,) = cluster.all("jobs")
@@ -300,7 +299,7 @@ async def test_a_job_that_is_deleted_while_it_runs_ends_at_once(config: Config, 
 
 
 async def test_last_words_are_kept_before_a_kill(config: Config, cluster: FakeCluster) -> None:
-    """Case U03: three lines, then the deadline; keys are taken out. The log is read before the pod is ended."""
+    """Three lines, then the deadline; keys are taken out. The log is read before the pod is ended."""
     made = settings(config, cluster)
     async with opened(made) as (backend, told):
         await backend.start_harness(claim())
@@ -321,7 +320,7 @@ async def test_last_words_are_kept_before_a_kill(config: Config, cluster: FakeCl
 async def test_a_full_folder_is_the_agent_s_own_end_and_graded_on_its_first_workspace(
     config: Config, cluster: FakeCluster
 ) -> None:
-    """Case K07: its workspace went with the pod; the grader gets the one that the harness began with."""
+    """Its workspace went with the pod; the grader gets the one that the harness began with."""
     message = 'Usage of EmptyDir volume "leyden" exceeds the limit "2". '
     made = settings(config, cluster, workspace={"files": "files"})
     it = claim()

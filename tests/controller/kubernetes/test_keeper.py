@@ -141,7 +141,7 @@ def test_sizes_are_bounded(workspace: Path, tmp_path: Path) -> None:
 def test_a_workspace_that_is_too_large_has_its_own_exit_code(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Case K07: by it the controller tells the harness's own doing from the keeper's trouble."""
+    """By it the controller tells the harness's own doing from the keeper's trouble."""
     monkeypatch.setattr(keeper, "VOLUME", str(tmp_path))
     monkeypatch.setenv("LEYDEN_WORKSPACE_BYTES", "7")
     monkeypatch.setattr(keeper, "keep", lambda _, archive, most: keeper.pack(str(workspace), archive, most))

@@ -102,7 +102,7 @@ def test_the_default_template() -> None:
 
 
 def test_no_secret_in_the_job() -> None:
-    """Case S02: keys come from the Secret; nothing that the harness mounts holds the keeper's key."""
+    """Keys come from the Secret; nothing that the harness mounts holds the keeper's key."""
     made = manifest(PODS, PROGRAM)
     assert "CANARY" not in json.dumps(made.job)
     assert "CANARY" not in repr(made) + repr(PROGRAM)
@@ -135,7 +135,6 @@ def test_no_secret_in_the_job() -> None:
 
 
 def test_a_printed_key_is_refused() -> None:
-    """Case S02."""
     with pytest.raises(LaunchError, match="the key LEYDEN_KEY is printed; it comes as a variable by itself"):
         with_template(CONTAINER % "{{ key }}", key="CANARY-agent")
 
@@ -167,7 +166,6 @@ def test_the_graders_job() -> None:
     ],
 )
 def test_environment_values_are_the_inputs_as_text(value: object, text: str) -> None:
-    """Case K12."""
     assert variables(main(with_template(CONTAINER % "{{ task.v }}", task={"v": value})))["V"] == text
     assert variables(main(with_template(CONTAINER % "'a {{ task.v }}'", task={"v": value})))["V"] == f"a {text}"
 
@@ -177,14 +175,14 @@ def test_environment_values_are_the_inputs_as_text(value: object, text: str) -> 
     [("8080", 8080), ("010", 8), ("true", True), ("yes", True), ("1.5", 1.5), ("null", None), ("[x]", ["x"])],
 )
 def test_an_unquoted_environment_value_is_refused(written: str, value: object) -> None:
-    """Case K12: the variable and its path are named."""
+    """The variable and its path are named."""
     where = re.escape(f"spec.template.spec.containers[0].env[0] (V): value {value!r} is not text; quote it")
     with pytest.raises(LaunchError, match=where):
         with_template(CONTAINER % written)
 
 
 def test_leydens_variables_replace_the_templates_own_once() -> None:
-    """Case K12: in the harness, init containers and sidecars; only the harness gets those it does not name."""
+    """In the harness, init containers and sidecars; only the harness gets those it does not name."""
     template = """
 apiVersion: batch/v1
 kind: Job
@@ -226,7 +224,7 @@ spec:
     ],
 )
 def test_a_value_cannot_become_structure(quotes: str, value: str) -> None:
-    """Case S04: whatever the template puts around it."""
+    """Whatever the template puts around it."""
     template = f"spec: {{containers: [{{name: harness, image: {quotes}}}, b], last: true}}"
     text = {"a{{ task.v }}b": f"a{value}b"}.get(quotes, value)
     assert render_document(template, {"task": {"v": value}}) == {
@@ -278,7 +276,6 @@ def test_kubernetes_expands_nothing_in_a_value() -> None:
     ],
 )
 def test_templates_that_are_refused(template: str, message: str) -> None:
-    """Case S04."""
     with pytest.raises(LaunchError, match=re.escape(message)):
         render_document(template, {"task": {"v": "x"}})
 
@@ -437,7 +434,6 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @pytest.mark.parametrize("rollout_id", ["a", "A", "_-_", "x" * 200, "Step_1", "step-1", "-", "0"])
 def test_names_are_dns_labels(rollout_id: str) -> None:
-    """Case K11."""
     name = job_name(replace(PROGRAM, run="R" * 100, rollout_id=rollout_id, attempt=999, grade=99, again=9))
     assert LABEL.fullmatch(name)
     made = manifest(PODS, replace(PROGRAM, rollout_id=rollout_id, job_id=f"{rollout_id}.2", run="/a b/" * 30))
@@ -446,7 +442,7 @@ def test_names_are_dns_labels(rollout_id: str) -> None:
 
 
 def test_names_are_never_used_twice() -> None:
-    """Case K11: each attempt, try and repetition has its own; ids that look alike do not share one."""
+    """Each attempt, try and repetition has its own; ids that look alike do not share one."""
     made: list[Callable[[Program], Program]] = [
         lambda p: p,
         lambda p: replace(p, attempt=3),
@@ -462,7 +458,7 @@ def test_names_are_never_used_twice() -> None:
 
 
 def test_adoption() -> None:
-    """Case K10: a Job of this attempt is ours, whatever else was put on it; another one is not."""
+    """A Job of this attempt is ours, whatever else was put on it; another one is not."""
     job = manifest(PODS, PROGRAM).job
     job["metadata"]["labels"]["other"] = "x"
     assert is_ours(job, PROGRAM)
@@ -472,7 +468,7 @@ def test_adoption() -> None:
 
 
 def test_the_ttl_has_a_minimum() -> None:
-    """Case K03: a finished Job outlives a controller's restart."""
+    """A finished Job outlives a controller's restart."""
     template = CONTAINER.replace("spec: {template", "spec: {ttlSecondsAfterFinished: 0, template") % "x"
     assert with_template(template).job["spec"]["ttlSecondsAfterFinished"] == 3600
     template = template.replace("Finished: 0", "Finished: 5")

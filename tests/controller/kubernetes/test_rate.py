@@ -39,7 +39,7 @@ def most_in_a_minute(times: list[float]) -> int:
 
 
 async def test_a_thousand_rollouts_and_a_restart_midway(tmp_path: Path) -> None:
-    """Case K13: 1,000 queued, 60 a minute, 50 active, each for 90 s; the controller is another one after half of them,
+    """1,000 queued, 60 a minute, 50 active, each for 90 s; the controller is another one after half of them,
     when most of the Jobs that were made in the last minute are gone. First come, first served."""
     clock, limits = Clock(), Limits("me", 50, 60, 1000, 10, 1)
     queued = {f"r{i}": rollout(f"r{i}", "queued", 0, created=float(i)) for i in range(1000)}
@@ -66,7 +66,6 @@ async def test_a_thousand_rollouts_and_a_restart_midway(tmp_path: Path) -> None:
 
 
 async def test_nobody_overtakes(tmp_path: Path) -> None:
-    """Case K13."""
     clock, order = Clock(), list[tuple[int, float]]()
     limiter = rate(clock, tmp_path, limit=2)
 
@@ -80,7 +79,7 @@ async def test_nobody_overtakes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [None, "", "1790\x00\x00"])
 async def test_without_its_file_the_jobs_that_exist_count(tmp_path: Path, lost: str | None) -> None:
-    """Case K13: by their creation times. Those of a clock that is ahead count as made now."""
+    """By their creation times. Those of a clock that is ahead count as made now."""
     clock = Clock()
     if lost is not None:
         (tmp_path / "created").write_text(lost)

@@ -106,7 +106,7 @@ def test_a_signal_is_told_from_an_exit_code() -> None:
 
 
 def test_oom() -> None:
-    """Case K07: OOMKilled under its own limit is the agent's end with the reason named; a killed child of a harness
+    """OOMKilled under its own limit is the agent's end with the reason named; a killed child of a harness
     that ended well is a warning."""
     assert judge(seen("oom"), "08:12:00") == Ended(
         own(137, "08:11:28", "08:11:29", note="OOMKilled(137): the container's memory limit is 20Mi")
@@ -122,7 +122,7 @@ def test_oom() -> None:
 
 
 def test_evicted() -> None:
-    """Case K07: infrastructure, with the cluster's words."""
+    """Infrastructure, with the cluster's words."""
     what, message = seen("evicted"), "The node was low on resource: ephemeral-storage. Container harness used 9Ki."
     what.pods[0]["status"]["message"] = message
     assert judge(what, "08:17:00") == Ended(failed(f"Evicted: {message}", "08:17:00", "08:17:00"))
@@ -137,7 +137,7 @@ def test_evicted() -> None:
     ],
 )
 def test_a_harness_that_fills_more_than_it_was_given(message: str) -> None:
-    """Case K07: the agent's own end, whether its container's end was seen before the pod went, or not."""
+    """The agent's own end, whether its container's end was seen before the pod went, or not."""
     ended = Exit(None, None, at("08:17:00"), at("08:17:00"), killed="limit", note=f"Evicted: {message}")
     what = seen("evicted")
     what.pods[0]["status"]["message"] = message
@@ -154,7 +154,7 @@ def test_a_keeper_s_container_over_its_limit_is_not_the_agent_s() -> None:
 
 
 def test_disruption_target_made_by_hand() -> None:
-    """Case K07, Kubernetes 1.26 and later: the pod says what disrupted it."""
+    """Kubernetes 1.26 and later: the pod says what disrupted it."""
     what = seen("exit_3")
     status = what.pods[0]["status"]
     status["containerStatuses"][0]["state"]["terminated"]["exitCode"] = 143
@@ -294,7 +294,7 @@ IMAGE = (
 
 
 def test_an_image_that_cannot_be_pulled() -> None:
-    """Case K05: pending for the patience since the first refusal, then infrastructure with the image's name."""
+    """Pending for the patience since the first refusal, then infrastructure with the image's name."""
     assert judge(seen("image_missing"), "08:12:27") == Pending(IMAGE)
     assert judge(seen("image_missing"), "08:12:28") == Ended(
         failed(f"not started after 60 s: {IMAGE}", "08:12:28", "08:12:28")
@@ -302,14 +302,13 @@ def test_an_image_that_cannot_be_pulled() -> None:
 
 
 def test_a_slow_pull_has_the_patience_of_the_queue() -> None:
-    """Case K05: ContainerCreating for minutes is no refusal."""
+    """ContainerCreating for minutes is no refusal."""
     assert judge(seen("starting"), "08:21:25") == Pending("ContainerCreating")
     error = "not started after 600 s: ContainerCreating"
     assert judge(seen("starting"), "08:21:26") == Ended(failed(error, "08:21:26", "08:21:26"))
 
 
 def test_an_image_name_that_is_none_fails_at_once() -> None:
-    """Case K05."""
     found = judge(seen("image_name_invalid"), "08:11:40")
     assert isinstance(found, Ended)
     assert found.exit.error is not None
@@ -319,7 +318,7 @@ def test_an_image_name_that_is_none_fails_at_once() -> None:
 
 
 def test_unschedulable() -> None:
-    """Case K06: the scheduler's own message, the queue's patience, never the agent's fault."""
+    """The scheduler's own message, the queue's patience, never the agent's fault."""
     why = "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
     assert judge(seen("unschedulable"), "08:21:25") == Pending(why)
     error = f"not started after 600 s: {why}"
@@ -327,7 +326,7 @@ def test_unschedulable() -> None:
 
 
 def test_the_jobs_deadline() -> None:
-    """Case K06: after a start it is the harness's time-out, before one it was the queue's."""
+    """After a start it is the harness's time-out, before one it was the queue's."""
     ending = seen("deadline_ending")
     over = seen("deadline_ending", gone=gone(ending))
     killed = Exit(None, None, at("08:15:59"), at("08:16:09"), killed="timeout")
@@ -359,7 +358,7 @@ def test_a_failed_pod_whose_containers_are_gone_made_by_hand() -> None:
 
 
 def test_a_deadline_is_seen_in_the_pod_before_it_is_in_the_job() -> None:
-    """Case K06: the Job controller deletes the pod first and writes the condition afterwards."""
+    """The Job controller deletes the pod first and writes the condition afterwards."""
     what = seen("deadline_ending")
     assert what.job is not None
     del what.job["status"]["conditions"]
@@ -388,7 +387,7 @@ def test_a_pod_deleted_by_somebody_else() -> None:
 
 
 def test_a_deleted_job() -> None:
-    """Case K03: while its harness ran, infrastructure at once; after its end, that end counts."""
+    """While its harness ran, infrastructure at once; after its end, that end counts."""
     name = seen("job_deleted").pods[0]["metadata"]["name"]
     error = f"the Job of the pod {name} was deleted while it ran"
     assert judge(seen("job_deleted"), "08:11:37") == Ended(failed(error, "08:11:29", "08:11:37"))
@@ -403,13 +402,13 @@ def replace_gone(what: Seen) -> Seen:
 
 
 def test_job_and_pods_gone_without_a_trace() -> None:
-    """Case K03: nothing was seen, so nothing is known."""
+    """Nothing was seen, so nothing is known."""
     error = "the Job disappeared, and no pod of it was seen"
     assert judge(Seen(None), "08:12:00") == Ended(failed(error, "08:12:00", "08:12:00"))
 
 
 def test_pods_gone_before_they_were_read() -> None:
-    """Case K03: a complete Job says that all ended with exit 0; a failed one does not say who failed."""
+    """A complete Job says that all ended with exit 0; a failed one does not say who failed."""
     assert judge(seen("succeeded", pods=[]), "08:12:00") == Ended(
         own(0, "08:11:26", "08:11:29", note="the pod was gone before its exit was read; the Job is complete")
     )
@@ -433,7 +432,7 @@ def conditions(*types: str, reason: str = "", **status: Any) -> Seen:
 
 @pytest.mark.parametrize("order", [("SuccessCriteriaMet", "Complete"), ("Complete", "SuccessCriteriaMet")])
 def test_success_conditions_in_any_order_made_by_hand(order: tuple[str, str]) -> None:
-    """Case K04, Kubernetes 1.30 and later."""
+    """Kubernetes 1.30 and later."""
     assert judge(conditions(*order), "08:12:00") == Ended(
         own(0, "08:11:26", "08:11:29", note="the pod was gone before its exit was read; the Job is complete")
     )
@@ -441,7 +440,7 @@ def test_success_conditions_in_any_order_made_by_hand(order: tuple[str, str]) ->
 
 @pytest.mark.parametrize("order", [("FailureTarget", "Failed"), ("Failed", "FailureTarget")])
 def test_failure_conditions_in_any_order_made_by_hand(order: tuple[str, str]) -> None:
-    """Case K04, Kubernetes 1.31 and later."""
+    """Kubernetes 1.31 and later."""
     error = "DeadlineExceeded; the pod was gone before it was read"
     assert judge(conditions(*order, reason="DeadlineExceeded"), "08:12:00") == Ended(
         failed(error, "08:11:26", "08:12:00")
@@ -454,14 +453,14 @@ def test_failure_conditions_in_any_order_made_by_hand(order: tuple[str, str]) ->
     ids=["SuccessCriteriaMet", "counter", "FailureTarget"],
 )
 def test_no_verdict_before_a_final_condition_made_by_hand(what: Seen) -> None:
-    """Case K04: still running; the wait for the condition is bounded."""
+    """Still running; the wait for the condition is bounded."""
     waits = "the pod is gone and the Job has no condition yet"
     assert judge(what, "08:11:59") == Pending(waits)
     assert judge(what, "08:12:00") == Ended(failed(f"not started after 30 s: {waits}", "08:12:00", "08:12:00"))
 
 
 def test_a_running_harness_runs_whatever_the_job_says_made_by_hand() -> None:
-    """Case K04: SuccessCriteriaMet and counters are no verdict while the pod runs."""
+    """SuccessCriteriaMet and counters are no verdict while the pod runs."""
     what = seen("running")
     assert what.job is not None
     what.job["status"] |= {"conditions": [{"type": "SuccessCriteriaMet", "status": "True"}], "failed": 1}
@@ -469,7 +468,7 @@ def test_a_running_harness_runs_whatever_the_job_says_made_by_hand() -> None:
 
 
 def test_pod_failure_policy_made_by_hand() -> None:
-    """Case K04, Kubernetes 1.26 and later: the container's exit is still the agent's own."""
+    """Kubernetes 1.26 and later: the container's exit is still the agent's own."""
     what = seen("exit_3")
     assert what.job is not None
     what.job["status"]["conditions"] = [
@@ -495,7 +494,7 @@ def test_pod_failure_policy_made_by_hand() -> None:
     ],
 )
 def test_a_job_whose_pods_are_refused(shape: str, why: str) -> None:
-    """Case K08: the event's text while it waits, and in the failure after the queue's budget."""
+    """The event's text while it waits, and in the failure after the queue's budget."""
     what = seen(shape)
     assert what.job is not None
     created = datetime.fromisoformat(what.job["metadata"]["creationTimestamp"]).timestamp()

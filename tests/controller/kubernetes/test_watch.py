@@ -78,7 +78,7 @@ async def test_an_expired_version_is_listed_anew(server: FakeApiServer, api: Kub
 
 
 async def test_a_silent_watch_is_left(server: FakeApiServer, api: KubernetesApi) -> None:
-    """Case K02: beyond the time that the server was given, a stream without a byte is dead; a list tells what it
+    """Beyond the time that the server was given, a stream without a byte is dead; a list tells what it
     kept to itself."""
     server.lists = [items(5, thing("a", 3)), items(9, thing("a", 8))]
     server.watches = [stream(then="silent")]
@@ -91,7 +91,7 @@ async def test_a_silent_watch_is_left(server: FakeApiServer, api: KubernetesApi)
 
 
 async def test_a_list_is_taken_from_time_to_time(server: FakeApiServer, api: KubernetesApi) -> None:
-    """Case K02: also where watches end in time but leave events out."""
+    """Also where watches end in time but leave events out."""
     server.lists = [items(5, thing("a", 3)), items(9)]
     server.watches = [stream(("BOOKMARK", {"metadata": {"resourceVersion": "8"}}))]
     timing = Timing(watch_s=30, resync_s=0.05)

@@ -93,7 +93,7 @@ class Turn:
     """One committed model call. Its whole prompt is the parent's prompt + the parent's sampled ids + `delta_P`.
 
     A turn without `parent_id` is the root of a tree and `delta_P` its whole prompt; `fork_cause` says why an
-    attempt has another root or a second branch (None for an attempt's first turn and for plain continuation).
+    attempt has another root or a second child (None for an attempt's first turn and for plain continuation).
     `protocol` and `streamed` say how the call came, `tools` how many tools it offered.
     """
 

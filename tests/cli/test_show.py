@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from leyden.cli.forks import fork_table, shown_branches
+from leyden.cli.forks import fork_table, shown_forks
 from leyden.cli.screen import Screen
 from leyden.cli.show import Filter, evaluation_table, heading, rollout_table, step_table, task_name, untrained
 from leyden.cli.trajectory import trajectory_json, trajectory_lines
@@ -59,12 +59,12 @@ def test_one_trajectory():
         "| 3",
         "> 8",
         "turn 5 continues 1 | version 3 (0 tokens), 4 (1 tokens) | 3 context, 1 sampled | logprob mean -0.500 | stop"
-        " | not trained | branch: reply dropped",
+        " | not trained | fork: reply dropped",
         "| 4 ",
         "|  4",
         "x 6",
         "turn 6 starts | version 3 | 1 context, 6 sampled | logprob mean -0.500 | stop | not trained"
-        " | branch: compaction",
+        " | fork: compaction",
         "~ as turn 5 for 1 tokens, then nothing instead of '2 7 9 4 \\n 4 6'",
         "| 1",
         "x 5 5 5 5 5 5",
@@ -90,8 +90,8 @@ def test_a_rendered_reply_is_shown_beside_the_sampled_one():
     assert "~ as turn 1 for 15 tokens, then ' 1}xxxxxxxxx' instead of '1}xxxxxxxxxx'" in lines
     assert lines[-1].startswith("2 samples: ")
     long = trajectory_lines(turns, lambda ids: read(ids) * 20)
-    (parted,) = [line.plain for line in long if line.plain.startswith("~")]
-    assert len(parted) < 200
+    (diverged,) = [line.plain for line in long if line.plain.startswith("~")]
+    assert len(diverged) < 200
 
 
 def test_heading(tmp_path):
@@ -123,7 +123,7 @@ def test_rollouts():
         ["train-0", "train", "2", "slot 1", "succeeded", "1", "1.000", "2", "30", "1-1", "2.5", branches, "", ""],
         ["train-1", "train", "2", "slot 1", "failed (agent)", "1", "", "2", "30", "1-1", "2.5", "", "crashed", "no"],
     ]
-    assert shown_branches([turn(2, [1], [2], 1)]) == {}
+    assert shown_forks([turn(2, [1], [2], 1)]) == {}
 
 
 def test_a_side_call_is_shown_as_one_and_not_as_a_fork():
@@ -132,8 +132,8 @@ def test_a_side_call_is_shown_as_one_and_not_as_a_fork():
         "1 | side_call",
         "2",
         "2",
-        "3 | branch: reply_dropped",
-        "4 | branch: history_rewritten",
+        "3 | fork: reply_dropped",
+        "4 | fork: history_rewritten",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whatever a harness sends: an answer, or a 4xx in its dialect's own shape; bugs are a 500 in that shape, and logged
+"""Whatever a harness sends: an answer, or a 4xx in its protocol's own shape; bugs are a 500 in that shape, and logged
 without what was said."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def test_what_is_no_object_is_a_400(gateway: Gateway, path: str, protocol:
 async def test_body_limit(
     path: str, protocol: str, tmp_path: Path, tokenizer_path: Path, renderer: ModelRenderer
 ) -> None:
-    """413 in the dialect's shape, for a declared length and without one, and the connection stays."""
+    """413 in the protocol's shape, for a declared length and without one, and the connection stays."""
     config = make_config(tmp_path, tokenizer_path, gateway={"max_body_bytes": 1000})
     async with serving(config, renderer) as gateway:
         _, key = await gateway.start_rollout()
@@ -274,7 +274,7 @@ async def test_long_integers_reach_the_harness_exactly(gateway: Gateway) -> None
 
 
 @pytest.mark.parametrize(("path", "protocol"), SERVED, ids=PATHS)
-async def test_a_bug_is_a_500_in_the_dialects_shape_and_voids_the_attempt(
+async def test_a_bug_is_a_500_in_the_protocols_shape_and_voids_the_attempt(
     gateway: Gateway, path: str, protocol: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log names the rollout and the place, and holds nothing that was said; the attempt is run again."""
@@ -303,7 +303,7 @@ async def test_a_bug_is_a_500_in_the_dialects_shape_and_voids_the_attempt(
 async def test_refusals_hold_no_secret(
     gateway: Gateway, path: str, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """401 and 403 in the dialect's shape; neither answer nor log repeats a key; only Gemini's may be in the query."""
+    """401 and 403 in the protocol's shape; neither answer nor log repeats a key; only Gemini's may be in the query."""
     rollout_id, key = await gateway.start_rollout()
     other, other_key = await gateway.start_rollout()
     body = VALID[protocol]

@@ -16,7 +16,7 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.gateway.render import ModelRenderer
-from leyden.trajectory.kinds import Kind, branch_counts, conversations, samples_without_side_calls
+from leyden.trajectory.kinds import Kind, conversations, fork_counts, samples_without_side_calls
 from tests.gateway.conftest import Gateway, make_config, serving
 from tests.gateway.test_chat import call, sdk
 from tests.harnesses.spelling import Speller
@@ -273,7 +273,7 @@ async def test_what_each_conversation_was_shows_afterwards(gateway: Gateway) -> 
         (Kind.MAIN, (2, 5, 6, 7)),
         (Kind.SUB_AGENT, (3, 4)),
     ]
-    assert branch_counts(turns) == {"compaction": 1, "side_call": 1, "sub_agent": 1}
+    assert fork_counts(turns) == {"compaction": 1, "side_call": 1, "sub_agent": 1}
     assert len(samples_without_side_calls(turns)) == 3
 
 

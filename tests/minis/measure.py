@@ -19,7 +19,7 @@ from leyden.config import RunConfig
 from leyden.gateway.engines import GenerateRequest
 from leyden.gateway.render import ModelRenderer
 from leyden.store.pack import unpack_json
-from leyden.trajectory.kinds import branch_counts
+from leyden.trajectory.kinds import fork_counts
 from leyden.trajectory.samples import build_samples
 from leyden.types import FinishReason, Generation, Turn, VersionSpan
 from tests.gateway.conftest import Gateway, make_config, serving
@@ -139,7 +139,7 @@ def _row(cell: Cell, recorded: Recorded, again: Recorded, calls: dict[str, list[
         fewest_turns=min(map(len, recorded.values())),
         samples=_samples(recorded),
         rerendered=_samples(again),
-        forks=dict(sum((Counter(branch_counts(own)) for own in recorded.values()), Counter())),
+        forks=dict(sum((Counter(fork_counts(own)) for own in recorded.values()), Counter())),
         template_forks=sum(template_forks([call["messages"] for call in calls[i]]) for i in recorded),
         respelled=sum(ids != turn.sampled_T.tolist() for ids, turn in zip(canonical, turns, strict=True)),
     )

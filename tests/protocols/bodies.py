@@ -1,4 +1,4 @@
-"""A rich valid body of every dialect, what each dialect's errors look like, and bodies that are almost valid."""
+"""A rich valid body of every protocol, what each protocol's errors look like, and bodies that are almost valid."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def url_of(path: str) -> str:
 
 
 def is_error(protocol: str, answer: Any, status: int) -> bool:
-    """Whether `answer` is an error body of the dialect."""
+    """Whether `answer` is an error body of the protocol."""
     if set(answer) != {"error", "type"} if protocol == "anthropic-messages" else set(answer) != {"error"}:
         return False
     error = answer["error"]

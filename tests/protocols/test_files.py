@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from leyden.types import Json
-from tests.protocols.test_all_dialects import CALL, PROTOCOLS
+from tests.protocols.test_all_protocols import CALL, PROTOCOLS
 
 TEXT, PDF = base64.b64encode("é = 1\n".encode()).decode(), base64.b64encode(b"%PDF-1.4\xff").decode()
 PDF_SOURCE = {"type": "base64", "media_type": "application/pdf", "data": PDF}

@@ -10,7 +10,7 @@ from leyden.protocols.fields import FIELDS, FieldClass
 from leyden.protocols.wishes import WISHES, label
 from leyden.types import Json
 from tests.protocols.bodies import VALID
-from tests.protocols.test_all_dialects import CALL, NAMES, PROTOCOLS
+from tests.protocols.test_all_protocols import CALL, NAMES, PROTOCOLS
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 ASKED: list[tuple[str, Json, tuple[str, ...]]] = [

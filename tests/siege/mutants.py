@@ -1,4 +1,4 @@
-"""Requests that are almost valid: each is answered, or refused in its dialect's own words; none voids its attempt."""
+"""Requests that are almost valid: each is answered, or refused in its protocol's own words; none voids its attempt."""
 
 from __future__ import annotations
 

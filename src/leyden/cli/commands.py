@@ -188,7 +188,7 @@ def show(
         str | None, typer.Argument(metavar="[ROLLOUT]", help="A rollout id, or its beginning.", show_default=False)
     ] = None,
     rollouts: Annotated[bool, typer.Option("--rollouts", help="List rollouts instead of steps.")] = False,
-    forks: Annotated[bool, typer.Option("--forks", help="Count branches by cause, and what they cost.")] = False,
+    forks: Annotated[bool, typer.Option("--forks", help="Count forks by cause, and what they cost.")] = False,
     step: Annotated[int | None, typer.Option(help="Only rollouts of this step.")] = None,
     kind: Annotated[str | None, typer.Option(metavar="train|eval", help="Only rollouts of this kind.")] = None,
     state: Annotated[str | None, typer.Option(help="Only rollouts in this state, for example failed.")] = None,

@@ -1,4 +1,4 @@
-"""How often conversations branched, why, and what that cost: `leyden show RUN_DIR --forks`."""
+"""How often conversations forked, why, and what that cost: `leyden show RUN_DIR --forks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from leyden.cli.screen import TableParts
 from leyden.errors import CaptureError
-from leyden.trajectory.kinds import Kind, branch_counts, conversations
+from leyden.trajectory.kinds import Kind, conversations, fork_counts
 from leyden.trajectory.samples import build_samples
 from leyden.types import Json, Turn
 
@@ -30,7 +30,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Branches:
+class ForkSums:
     """Sums over rollouts. `tokens` are those of all samples, `extra` those that forks alone put there."""
 
     rows: dict[tuple[Kind, str], Row] = field(default_factory=lambda: defaultdict(Row))
@@ -74,9 +74,9 @@ class Branches:
         return {"branches": rows, **{name: getattr(self, name) for name in names}}
 
 
-def count_branches(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> Branches:
+def count_forks(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> ForkSums:
     """Rollouts without a turn do not count."""
-    sums = Branches()
+    sums = ForkSums()
     for rollout_id, turns in turns_of.items():
         if turns:
             sums.add(rollout_id, turns, max_tokens)
@@ -85,22 +85,22 @@ def count_branches(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | Non
 
 def fork_table(turns_of: Mapping[str, Sequence[Turn]], max_tokens: int | None = None) -> TableParts:
     """A row per kind of conversation and cause, and in the title what all of it comes to."""
-    sums = count_branches(turns_of, max_tokens)
+    sums = count_forks(turns_of, max_tokens)
     rows = [
         (kind, cause, str(row.times), str(len(row.rollouts)), str(row.tokens)) for (kind, cause), row in sums.ordered()
     ]
     return ("conversation", "cause", "times", "rollouts", "tokens"), rows, _title(sums)
 
 
-def shown_branches(turns: Sequence[Turn]) -> dict[str, int]:
-    """`branch_counts`, or nothing for an incomplete record."""
+def shown_forks(turns: Sequence[Turn]) -> dict[str, int]:
+    """`fork_counts`, or nothing for an incomplete record."""
     try:
-        return branch_counts(turns)
+        return fork_counts(turns)
     except CaptureError:
         return {}
 
 
-def _title(sums: Branches) -> str:
+def _title(sums: ForkSums) -> str:
     if not sums.rollouts:
         return "no rollout has a recorded turn"
     each = f"{sums.samples / sums.rollouts:.2f} samples each"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from leyden.cli.forks import count_branches, fork_table, shown_branches
+from leyden.cli.forks import count_forks, fork_table, shown_forks
 from leyden.cli.record import Record, read_run, record_of
 from leyden.cli.screen import Line, Screen, TableParts
 from leyden.cli.trajectory import Decode, decoder, trajectory_json, trajectory_lines
@@ -150,13 +150,13 @@ def evaluation_table(evaluations: Iterable[Json]) -> TableParts:
 
 
 def show_rollouts(run_dir: Path, chosen: Filter, secret: bytes | None, *, forks: bool, as_json: bool = False) -> None:
-    """`forks` counts branches over the rollouts that would be listed."""
+    """`forks` counts forks over the rollouts that would be listed."""
     chosen.check()
     config = read_run(run_dir)
     shown, total, turns_of = asyncio.run(_chosen_rollouts(run_dir, chosen, secret, all_turns=forks))
     screen = Screen()
     if forks and as_json:
-        screen.json(count_branches(turns_of, config.trainer.max_sample_tokens).as_json())
+        screen.json(count_forks(turns_of, config.trainer.max_sample_tokens).as_json())
     elif forks:
         screen.table(*fork_table(turns_of, config.trainer.max_sample_tokens))
     elif as_json:
@@ -174,9 +174,9 @@ def rollout_json(rollout: Rollout) -> Json:
 
 
 def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str, Sequence[Turn]]) -> TableParts:
-    """`turns_of` holds the turns of those that branched."""
+    """`turns_of` holds the turns of those that forked."""
     columns = ("rollout", "kind", "step", "task", "state", "attempt", "reward", "turns", "tokens", "versions",
-               "seconds", "branches", "ended", "reason")  # fmt: skip
+               "seconds", "forks", "ended", "reason")  # fmt: skip
     rows = []
     for r in rollouts:
         seconds = "" if r.started is None or r.finished is None else f"{max(0.0, r.finished - r.started):.1f}"
@@ -185,7 +185,7 @@ def rollout_table(rollouts: Sequence[Rollout], total: int, turns_of: Mapping[str
             (
                 r.rollout_id, r.kind, str(r.step), task_name(r), state_words(r), str(r.attempt),
                 _number(r.reward, ".3f"), str(r.turns), str(r.sampled_tokens), versions, seconds,
-                named(shown_branches(turns_of.get(r.rollout_id, ()))), ended(r),
+                named(shown_forks(turns_of.get(r.rollout_id, ()))), ended(r),
                 words(r) if ended(r) else r.reason or "",
             )
         )  # fmt: skip

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from leyden.cli.screen import Line
+from leyden.trajectory.divergence import divergence
 from leyden.trajectory.kinds import Kind, conversations
-from leyden.trajectory.parting import parting
 from leyden.trajectory.samples import build_samples, trainable_logprobs
 from leyden.trajectory.tree import build_tree
 from leyden.types import Ids, Json, Sample, Turn
@@ -24,7 +24,7 @@ def trajectory_lines(
     turns: Sequence[Turn], decode: Decode, max_tokens: int | None = None, untrained: str | None = None
 ) -> list[Line]:
     """A header per turn, the ids it adds as context (`| `), the ids it sampled (`> ` trained, `x ` not trained). `~ `
-    says where a branch that begins afresh parts from the turn that it did not continue. `untrained` is why nothing of
+    says where a tree that begins afresh differs from the turn that it did not continue. `untrained` is why nothing of
     the rollout is trained.
     """
     if not turns:
@@ -32,13 +32,13 @@ def trajectory_lines(
     built = build_samples(turns, max_tokens)
     trained_by = {} if untrained else sample_of_turn(built.samples)
     notes = turn_notes(turns)
-    parted = partings(turns, decode)
+    diverged = divergences(turns, decode)
     lines = []
     for turn in build_tree(turns).turns.values():
         number = trained_by.get(turn.turn_id)
         lines.append(Line(turn_header(turn, number, notes.get(turn.turn_id, ())), "bold cyan"))
-        if turn.turn_id in parted:
-            lines.append(Line("~ " + parted[turn.turn_id], SAMPLED))
+        if turn.turn_id in diverged:
+            lines.append(Line("~ " + diverged[turn.turn_id], SAMPLED))
         lines += _marked("| ", decode(turn.delta_P), CONTEXT)
         if len(turn.sampled_T):
             mark, style = ("> ", TRAINED) if number is not None else ("x ", SAMPLED)
@@ -82,25 +82,25 @@ def sample_of_turn(samples: Sequence[Sample]) -> dict[int, int]:
 
 
 def turn_notes(turns: Sequence[Turn]) -> dict[int, list[str]]:
-    """The kind of the conversation, unless it is the main one, and the cause of a branch."""
+    """The kind of the conversation, unless it is the main one, and the cause of a fork."""
     notes: dict[int, list[str]] = defaultdict(list)
     for one in conversations(turns):
         for turn_id in one.turns if one.kind is not Kind.MAIN else ():
             notes[turn_id].append(one.kind)
         for fork in one.forks:
-            notes[fork.turn_id].append(f"branch: {fork.cause}")
+            notes[fork.turn_id].append(f"fork: {fork.cause}")
     return notes
 
 
-def partings(turns: Sequence[Turn], decode: Decode) -> dict[int, str]:
-    """For each branch that begins afresh, the words at which it parts from an earlier turn."""
+def divergences(turns: Sequence[Turn], decode: Decode) -> dict[int, str]:
+    """For each tree that begins afresh, the words at which it differs from an earlier turn."""
     tree = build_tree(turns)
     said = {}
     for one in conversations(turns):
         for root in one.roots[1:]:
-            if (parted := parting(tree, one, root)) is not None:
-                theirs, ours = (_cut(decode(ids[:SHOWN_TOKENS])) for ids in (parted.theirs, parted.ours))
-                said[root] = f"as turn {parted.turn_id} for {parted.shared} tokens, then {ours} instead of {theirs}"
+            if (diverged := divergence(tree, one, root)) is not None:
+                theirs, ours = (_cut(decode(ids[:SHOWN_TOKENS])) for ids in (diverged.theirs, diverged.ours))
+                said[root] = f"as turn {diverged.turn_id} for {diverged.shared} tokens, then {ours} instead of {theirs}"
     return said
 
 

@@ -15,7 +15,7 @@ LAST_WORDS = "; last words: "
 class Rollout:
     """One rollout as the gateway sees it. Times are Unix seconds; `change` grows with every state change.
 
-    `task` is empty if the answer was asked for without tasks. `forks` counts branches by cause.
+    `task` is empty if the answer was asked for without tasks. `forks` counts turns that fork, by cause.
     `refusals` are the calls that were not served: the first one's words by code.
     A queued rollout may be claimed from `retry_at` on.
     """

@@ -134,7 +134,7 @@ def judge_keys(answers: Sequence[Answer]) -> Finding:
 
 
 def error_text(body: bytes) -> str:
-    """`error.message` of a refusal, as all dialects have it, or its text."""
+    """`error.message` of a refusal, as all protocols have it, or its text."""
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

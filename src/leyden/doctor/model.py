@@ -46,7 +46,7 @@ def check_renderer(renderer: ModelRenderer, name: str) -> Finding:
     for reasoning, _, differs in tried:
         if differs:
             what = f"{name}: after a tool call {'with' if reasoning else 'without'} reasoning {differs}"
-            return warning("renderer", what, "conversations will branch there; `leyden show RUN_DIR --forks` counts it")
+            return warning("renderer", what, "conversations will fork there; `leyden show RUN_DIR --forks` counts it")
     return ok("renderer", f"{name}: a tool call is parsed, and with its result goes on as the template shows it")
 
 

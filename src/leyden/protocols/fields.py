@@ -10,7 +10,7 @@ A field that is not in the table is ignored and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -167,10 +167,3 @@ def check_fields(protocol: str, body: Mapping[str, Any]) -> tuple[str, ...]:
         if kind is FieldClass.IGNORED:
             ignored.append(name)
     return tuple(ignored)
-
-
-def rows() -> Iterator[tuple[str, str, str]]:
-    """(protocol, field, class) for the docs."""
-    for protocol, table in FIELDS.items():
-        for name, kind in table.items():
-            yield protocol, name, kind.value

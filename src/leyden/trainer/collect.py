@@ -22,7 +22,7 @@ from leyden.client.records import LAST_WORDS
 from leyden.config import SamplingConfig
 from leyden.errors import CaptureError, TrainingError
 from leyden.trainer.outcomes import words
-from leyden.trajectory.kinds import branch_counts
+from leyden.trajectory.kinds import fork_counts
 from leyden.trajectory.samples import RolloutSamples, SampleCounts, build_samples
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState, Turn
 
@@ -236,7 +236,7 @@ def assemble(
         if kind is None:
             try:
                 built[key] = _samples(rollout, turns_of[key], max_tokens)
-                forks.update(branch_counts(turns_of[key]))
+                forks.update(fork_counts(turns_of[key]))
                 continue
             except CaptureError as error:
                 kind, why = "capture", str(error)

@@ -23,7 +23,7 @@ _ESCAPED = re.compile(r'[\x00-\x1f"\'\\<>&]+')
 
 
 class ForkCause(StrEnum):
-    """Why an attempt has more than one branch.
+    """Why an attempt has more than one path.
 
     REPLY_*, REASONING_DROPPED   the harness left a sampled reply out, changed it, or left its reasoning out
     TEMPLATE                     the chat template leaves earlier reasoning out

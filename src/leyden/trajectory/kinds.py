@@ -1,4 +1,4 @@
-"""What was each conversation of an attempt: the main one, a side call, a sub-agent? And what did its branches cost?
+"""What was each conversation of an attempt: the main one, a side call, a sub-agent? And what did its forks cost?
 
 While an attempt runs nobody can tell: a title call may come before the agent's first call, and is then the first turn.
 Afterwards the shape shows it. Pure: the turns of one attempt in, conversations out.
@@ -49,7 +49,7 @@ class Fork:
     """A turn that does not simply go on, in a conversation that it did not begin.
 
     `extra_tokens` is the context that its sample holds and an earlier one held already: the shared path for a second
-    branch, the whole prompt for a tree that begins afresh.
+    child, the whole prompt for a tree that begins afresh.
     """
 
     turn_id: int
@@ -177,7 +177,7 @@ def _fork(tree: Tree, turn: Turn) -> Fork:
     return Fork(turn.turn_id, str(turn.fork_cause), extra)
 
 
-def branch_counts(turns: Sequence[Turn]) -> dict[str, int]:
+def fork_counts(turns: Sequence[Turn]) -> dict[str, int]:
     """Forks of one attempt by cause, and its conversations beside the main one by kind."""
     found = conversations(turns)
     causes = Counter(fork.cause for one in found for fork in one.forks)

@@ -1,4 +1,4 @@
-"""What holds for every dialect that the gateway serves: no body breaks `parse`, and a stream says what a plain reply
+"""What holds for every protocol that the gateway serves: no body breaks `parse`, and a stream says what a plain reply
 says."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def answers_of(message: Json, finish: FinishReason = FinishReason.STOP, stop: st
     return ChatReply(7, "policy", 123, 10, [ChatChoice({"role": "assistant", **message}, finish, 5, stop)])
 
 
-def test_every_dialect_is_covered() -> None:
+def test_every_protocol_is_covered() -> None:
     assert set(NAMES) == set(VALID) == set(ASSEMBLE)
 
 

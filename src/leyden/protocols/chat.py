@@ -9,13 +9,14 @@ string parses to one, the string itself otherwise); tool messages hold `tool_cal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
 from leyden.errors import RequestError
+from leyden.protocols.checks import kind_of
 from leyden.types import FinishReason, Json
 
 _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
@@ -203,6 +204,15 @@ def event(data: Any, name: str | None = None) -> bytes:
 def image(url: str) -> Json:
     """A message part that shows an image; `url` may be a `data:` URL."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def content_of(content: Any, path: str, part: Callable[[Any, str], str | Json]) -> str | list[Json]:
+    """A message's content from a string, null or a list, each item of which `part` reads. Raises RequestError."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return joined(part(item, f"{path}[{i}]") for i, item in enumerate(content))
+    raise RequestError(f"{path} is {kind_of(content)}; send a string or a list of parts", param=path)
 
 
 def joined(parts: Iterable[str | Json]) -> str | list[Json]:

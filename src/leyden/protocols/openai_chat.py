@@ -8,6 +8,7 @@ A `name` of a user or an assistant is left out, as chat templates do. Custom too
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from leyden.errors import RequestError
@@ -18,9 +19,9 @@ from leyden.protocols.chat import (
     ChatRequest,
     HarnessSampling,
     Recall,
+    content_of,
     event,
     image,
-    joined,
 )
 from leyden.protocols.checks import arguments_of, arguments_text, field, integer, kind_of, number, objects, stop_strings
 from leyden.protocols.choice import of_openai
@@ -42,7 +43,6 @@ def parse(body: Json, call: Call) -> ChatRequest:
     messages = objects(body, "messages", required=True)
     if not messages:
         raise RequestError("messages is empty; send at least one message", param="messages")
-    stream_options = field(body, "stream_options", dict) or {}
     tool_choice = of_openai(body)
     ignored += tuple(unshown(body.get("messages")))
     ignored += ("tool_choice",) if tool_choice.forced else ()
@@ -59,13 +59,8 @@ def parse(body: Json, call: Call) -> ChatRequest:
         max_tokens=integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1),
         n=integer(body, "n", 1, MAX_CHOICES) or 1,
         stream=field(body, "stream", bool) or False,
-        include_usage=bool(stream_options.get("include_usage")),
-        sampling=HarnessSampling(
-            temperature=number(body, "temperature", 0, 2),
-            top_p=number(body, "top_p", 0, 1),
-            top_k=integer(body, "top_k", -1),
-            seed=integer(body, "seed"),
-        ),
+        include_usage=wants_usage(body),
+        sampling=harness_sampling(body),
         echo={"custom": [tool.get("name") for tool in custom]},
         ignored=ignored,
         unmet=unmet(PROTOCOL, body, ignored),
@@ -84,7 +79,7 @@ def reply(answer: ChatReply, request: ChatRequest) -> Json:
             }
             for index, choice in enumerate(answer.choices)
         ],
-        "usage": _usage(answer),
+        "usage": usage(answer),
     }
 
 
@@ -97,7 +92,7 @@ def stream(answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
             part = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
             yield event(head | {"choices": [part]} | tail)
     if request.include_usage:
-        yield event(head | {"choices": [], "usage": _usage(answer)})
+        yield event(head | {"choices": [], "usage": usage(answer)})
     yield b"data: [DONE]\n\n"
 
 
@@ -164,13 +159,7 @@ _ROLES: dict[str, Callable[[Json, str, Recall], Json]] = {
 
 
 def _content(content: Any, path: str, *, images: bool = False) -> str | list[Json]:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return joined(_part(part, f"{path}[{i}]", images=images) for i, part in enumerate(content))
-    raise RequestError(f"{path} is {kind_of(content)}; send a string or a list of parts", param=path)
+    return content_of(content, path, partial(_part, images=images))
 
 
 def _part(part: Any, path: str, *, images: bool) -> str | Json:
@@ -225,12 +214,25 @@ def _envelope(answer: ChatReply, kind: str) -> Json:
     return {"id": f"chatcmpl-{answer.turn_id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _usage(answer: ChatReply) -> Json:
-    total = answer.prompt_tokens + answer.completion_tokens
+def harness_sampling(body: Json) -> HarnessSampling:
+    return HarnessSampling(
+        temperature=number(body, "temperature", 0, 2),
+        top_p=number(body, "top_p", 0, 1),
+        top_k=integer(body, "top_k", -1),
+        seed=integer(body, "seed"),
+    )
+
+
+def wants_usage(body: Json) -> bool:
+    """Whether a stream ends with a chunk of usage."""
+    return bool((field(body, "stream_options", dict) or {}).get("include_usage"))
+
+
+def usage(answer: ChatReply) -> Json:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
-        "total_tokens": total,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
 
 

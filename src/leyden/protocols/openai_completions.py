@@ -11,8 +11,8 @@ from typing import Any
 
 from leyden.errors import RequestError
 from leyden.protocols import openai_chat
-from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, HarnessSampling, event
-from leyden.protocols.checks import field, integer, kind_of, number, stop_strings
+from leyden.protocols.chat import Call, ChatChoice, ChatReply, ChatRequest, event
+from leyden.protocols.checks import field, integer, kind_of, stop_strings
 from leyden.protocols.fields import check_fields
 from leyden.protocols.wishes import unmet
 from leyden.types import FinishReason, Json
@@ -31,7 +31,6 @@ def parse(body: Json, _call: Call) -> ChatRequest:
     """The request in Leyden's words. Raises RequestError naming the field and what is allowed."""
     n = integer(body, "n", 1, openai_chat.MAX_CHOICES) or 1
     ignored = check_fields(PROTOCOL, {k: v for k, v in body.items() if (k, v) != ("best_of", n)})
-    stream_options = field(body, "stream_options", dict) or {}
     return ChatRequest(
         protocol=PROTOCOL,
         model=field(body, "model", str, required=True),
@@ -40,13 +39,8 @@ def parse(body: Json, _call: Call) -> ChatRequest:
         max_tokens=integer(body, "max_tokens", 1) if "max_tokens" in body else DEFAULT_TOKENS,
         n=n,
         stream=field(body, "stream", bool) or False,
-        include_usage=bool(stream_options.get("include_usage")),
-        sampling=HarnessSampling(
-            temperature=number(body, "temperature", 0, 2),
-            top_p=number(body, "top_p", 0, 1),
-            top_k=integer(body, "top_k", -1),
-            seed=integer(body, "seed"),
-        ),
+        include_usage=openai_chat.wants_usage(body),
+        sampling=openai_chat.harness_sampling(body),
         ignored=ignored,
         unmet=unmet(PROTOCOL, body, ignored),
     )
@@ -57,7 +51,7 @@ def reply(answer: ChatReply, _request: ChatRequest) -> Json:
     choices = [
         _choice(index, choice.message["content"], _finish_reason(choice)) for index, choice in enumerate(answer.choices)
     ]
-    return _envelope(answer) | {"choices": choices, "usage": _usage(answer)}
+    return _envelope(answer) | {"choices": choices, "usage": openai_chat.usage(answer)}
 
 
 def stream(answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
@@ -69,7 +63,7 @@ def stream(answer: ChatReply, request: ChatRequest) -> Iterator[bytes]:
             yield event(head | {"choices": [_choice(index, choice.message["content"], None)]} | tail)
         yield event(head | {"choices": [_choice(index, "", _finish_reason(choice))]} | tail)
     if request.include_usage:
-        yield event(head | {"choices": [], "usage": _usage(answer)})
+        yield event(head | {"choices": [], "usage": openai_chat.usage(answer)})
     yield b"data: [DONE]\n\n"
 
 
@@ -111,11 +105,3 @@ def _choice(index: int, text: str, finish_reason: str | None) -> Json:
 
 def _finish_reason(choice: ChatChoice) -> str:
     return "length" if choice.finish_reason is FinishReason.LENGTH else "stop"
-
-
-def _usage(answer: ChatReply) -> Json:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }

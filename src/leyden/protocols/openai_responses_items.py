@@ -19,10 +19,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from leyden.errors import NotFound, RequestError
-from leyden.protocols.chat import ChatReply, Recall, image, joined
+from leyden.protocols.chat import ChatReply, Recall, content_of, image
 from leyden.protocols.checks import arguments_of, field, kind_of, objects
 from leyden.protocols.custom_tools import arguments_of_input
 from leyden.protocols.files import file_text, is_file
@@ -238,11 +239,7 @@ def _merged(message: Json, part: Json) -> Json:
 
 
 def _content(content: Any, path: str, *, images: bool) -> str | list[Json]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        return joined(_part(part, f"{path}[{i}]", images=images) for i, part in enumerate(content))
-    raise RequestError(f"{path} is {kind_of(content)}; send a string or a list of parts", param=path)
+    return content_of(content, path, partial(_part, images=images))
 
 
 def _part(part: Any, path: str, *, images: bool) -> str | Json:

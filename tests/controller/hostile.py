@@ -77,6 +77,9 @@ STAYS = (
     f"kill -STOP {LAUNCHER}; kill -STOP $PPID; sleep 300",
     "setsid sh -c 'kill -STOP $$' & kill -STOP $PPID $$",
     f"exec {sys.executable} -c 'import os\nfor _ in range(7): os.fork()\nimport time; time.sleep(300)'",
+    # Processes that exist for a moment each: every one leaves a child in a session of its own, and ends.
+    f"exec {sys.executable} -c 'import os, time\nif all(os.fork() for _ in range(8)): time.sleep(300)\n"
+    "while True: os._exit(0) if os.fork() else os.setsid()  # moving-target'",
     "trap '' TERM INT HUP; setsid sh -c 'trap \"\" TERM; sleep 300' & sleep 300",
 )
 """Harnesses that only their time-out ends."""

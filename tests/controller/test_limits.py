@@ -22,6 +22,7 @@ from tests.controller.conftest import GRADER, controlling
 from tests.controller.fake_gateway import FakeGateway
 from tests.controller.test_restart import Runner, kill9, launchers, start_controller, wait_until
 from tests.controller.test_runs import attempt_dir, run
+from tests.controller.test_sandbox import needs_bwrap
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -236,6 +237,19 @@ async def test_hundreds_of_children_under_a_limit(config: Config, gone: Left) ->
     (rollout,) = await run(made)
     assert (rollout["failure"], rollout["reward"]) == ("agent", 1.0)
     assert rollout["reason"].startswith("forks were refused at harness.limits.pids 40 (exit ")
+    assert groups_of(made) == []
+
+
+@needs_groups
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_bwrap)])
+async def test_a_fork_bomb_under_a_limit_ends_with_its_time(config: Config, gone: Left, sandbox: str) -> None:
+    """Every process forks for ever, and takes no signal that it can ignore."""
+    loop = "while True:\n try: os.fork()\n except OSError: pass"
+    bomb = f"import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{loop}"
+    harness = {"limits": {"pids": 60}, "timeout_s": 2, "sandbox": sandbox}
+    made = config(f"exec {sys.executable} -c '{bomb}'", harness=harness)
+    (rollout,) = await run(made)
+    assert (rollout["timed_out"], rollout["attempt"], rollout["reward"]) == (True, 1, 1.0)
     assert groups_of(made) == []
 
 

@@ -15,7 +15,7 @@ def test_grpo_hand_computed():
 
 
 def test_statistics_leave_out_the_lost_rollout():
-    """L06: three valid rewards, not four with a zero."""
+    """Three valid rewards, not four with a zero."""
     np.testing.assert_allclose(advantages([1, 1, 0], "grpo"), [0.57735, 0.57735, -1.15470], atol=1e-5)
     np.testing.assert_allclose(advantages([1, 0, 0], "grpo"), [1.15470, -0.57735, -0.57735], atol=1e-5)
     np.testing.assert_allclose(advantages([1, 0, 0], "mean_only"), [2 / 3, -1 / 3, -1 / 3], atol=1e-12)
@@ -28,20 +28,19 @@ def test_rloo_is_reward_minus_mean_of_the_others():
 
 
 def test_means_are_per_group():
-    """L12: means 0.5 and 0.25, never raw rewards."""
+    """Means 0.5 and 0.25, never raw rewards."""
     np.testing.assert_allclose(advantages([1, 0, 1, 0], "mean_only"), [0.5, -0.5, 0.5, -0.5])
     np.testing.assert_allclose(advantages([0, 0, 0, 1], "mean_only"), [-0.25, -0.25, -0.25, 0.75])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_group_of_one_is_zero(method):
-    """L03."""
     assert advantages([1.0], method).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rounding_is_not_spread(method):
-    """L04: 0.1 + 0.2 differs from 0.3 in the last bit only."""
+    """0.1 + 0.2 differs from 0.3 in the last bit only."""
     assert advantages([0.3, 0.1 + 0.2, 0.3, 0.3], method).tolist() == [0.0, 0.0, 0.0, 0.0]
     assert advantages([0.0, 0.0], method).tolist() == [0.0, 0.0]
 
@@ -51,7 +50,7 @@ def test_small_but_real_spread_is_kept():
 
 
 def test_odd_rewards_are_kept():
-    """L05: 2 and -3.5 and True are rewards like others."""
+    """2 and -3.5 and True are rewards like others."""
     result = advantages([2, -3.5, True], "mean_only")
     np.testing.assert_allclose(result, [2 + 1 / 6, -3.5 + 1 / 6, 1 + 1 / 6])
     assert result.dtype == np.float64

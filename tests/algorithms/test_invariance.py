@@ -115,7 +115,7 @@ def test_splitting_rollouts_into_more_samples_changes_nothing(config):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("max_tokens", [1, 12, 24])
 def test_micro_batches_change_nothing(config, max_tokens):
-    """L09: neither do the padding rows and columns that come with them."""
+    """Neither do the padding rows and columns that come with them."""
     whole, one = gradient(groups(), config)
     parts, several = gradient(groups(), config, max_tokens=max_tokens)
     assert several > one
@@ -137,7 +137,7 @@ def test_skipping_zero_advantage_changes_nothing():
 
 
 def test_context_tokens_have_no_kl_and_no_entropy():
-    """L16: only trained tokens enter; the context is still attended to."""
+    """Only trained tokens enter; the context is still attended to."""
     config = AlgorithmConfig(kl_coef=1.0, entropy_coef=1.0)
     sample = conversation(4, 6, (2, 5), "a")
     p = pad(build_batch([GroupResult("g", (RolloutResult("a", 1.0, (sample,)),))], config).samples)

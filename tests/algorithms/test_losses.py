@@ -31,7 +31,7 @@ def test_ppo_clip_gradient_is_zero_exactly_where_clipped():
 
 @pytest.mark.parametrize("size", [1e3, 1e30, math.inf])
 def test_extreme_log_ratios_stay_finite(size):
-    """L14: no product or exponential leaves the finite numbers."""
+    """No product or exponential leaves the finite numbers."""
     log_ratio = f64(size, -size).requires_grad_()
     result = ppo_clip(log_ratio, f64(-1, 1), 0.2, 0.2, 3.0)
     result.loss_T.sum().backward()
@@ -42,7 +42,7 @@ def test_extreme_log_ratios_stay_finite(size):
 
 
 def test_300_tokens_of_ratio_07():
-    """L14: per-token weights do not compound over a long rollout."""
+    """Per-token weights do not compound over a long rollout."""
     old, mu = torch.full((300,), math.log(0.7)).double(), torch.zeros(300).double()
     weights = truncated_correction(old, mu, 2.0).weights_T
     torch.testing.assert_close(weights, torch.full((300,), 0.7, dtype=torch.float64))
@@ -66,7 +66,7 @@ def test_k3_is_the_formula_and_never_negative():
 
 
 def test_temperature_is_in_the_logprobs():
-    """L15: logits [2, 1, 0] at T = 0.5."""
+    """Logits [2, 1, 0] at T = 0.5."""
     logits, token = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
     tempered, entropy = token_logprobs(logits, token, 0.5)
     raw, _ = token_logprobs(logits, token, 1.0)

@@ -5,7 +5,7 @@ from leyden.algorithms.weights import token_weights
 
 
 def test_rollout_mean():
-    """L18: each rollout weighs 1/N in total, so a token of a short rollout weighs more."""
+    """Each rollout weighs 1/N in total, so a token of a short rollout weighs more."""
     weights = token_weights([10, 100], "rollout_mean")
     np.testing.assert_allclose(weights, [1 / 20, 1 / 200])
     np.testing.assert_allclose(weights * [10, 100], [0.5, 0.5])

@@ -67,19 +67,19 @@ async def test_health(session):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_ids": "abc"}, "prompt_ids is 'abc'; it must be a list of integers"),
-        ({"prompt_ids": [1, True]}, "prompt_ids is [1, True]"),
+        ({"prompt_ids": "abc"}, "prompt_ids is 'abc': Input should be a valid array"),
+        ({"prompt_ids": [1, True]}, "prompt_ids.1 is True: Input should be a valid integer"),
         ({"prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [300]}, "ids are 0 to 299"),
         ({"prompt_ids": [1] * 200}, "the prompt has 200 tokens"),
-        ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5: Input should be a valid integer"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"temperature": "1"}, "temperature is '1'; it must be a number"),
+        ({"temperature": "1"}, "temperature is '1': Input should be a valid number"),
         ({"top_p": 2}, "top_p is 2"),
-        ({"top_k": None}, "top_k is None; it must be an integer"),
-        ({"stop": "x"}, "stop is 'x'; it must be a list of strings"),
+        ({"top_k": None}, "top_k is None: Input should be a valid integer"),
+        ({"stop": "x"}, "stop is 'x': Input should be a valid"),
         ({"seed": "x"}, "seed is 'x'"),
-        ({"best_of": 2}, "unknown field 'best_of'; fields are prompt_ids, max_tokens,"),
+        ({"best_of": 2}, "best_of is 2: Unexpected keyword argument"),
     ],
 )
 async def test_bad_input_is_400_and_says_why(session, change, message):
@@ -89,7 +89,11 @@ async def test_bad_input_is_400_and_says_why(session, change, message):
 
 
 async def test_not_json_is_400(session):
-    for body, message in [(b"{", "not JSON"), (b"[1]", "is list, not an object"), (b"{}", "prompt_ids is missing")]:
+    for body, message in [
+        (b"{", "Invalid JSON"),
+        (b"[1]", "the body is [1]"),
+        (b"{}", "prompt_ids is {}: Field required"),
+    ]:
         async with session.post("/generate", data=body) as response:
             assert response.status == 400
             assert message in (await response.json())["error"]

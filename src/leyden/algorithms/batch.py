@@ -58,14 +58,9 @@ class BatchCounts:
     groups_without_spread: int
     groups_of_one: int
     groups_empty: int
-    rollouts: int
-    excluded: dict[str, int]
-    rollouts_without_trained_token: int
-    zero_advantage_rollouts: int
+    trained_rollouts: int
     samples: int
-    samples_per_rollout: float
     trained_tokens: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +82,17 @@ def build_batch(groups: Sequence[GroupResult], config: AlgorithmConfig) -> Batch
         weights     1/(3*7), 1/(3*7), 1/(3*4), 1/(3*4)   of the four samples; N = 3
     """
     samples: list[WeightedSample] = []
-    excluded: Counter[str] = Counter()
-    kept_per_group: list[list[RolloutResult]] = []
-    advantage_R: list[float] = []
+    rewards_per_group: list[list[float]] = []
+    rollouts = 0
     for group in groups:
-        kept = [r for r in group.rollouts if _exclusion(r) is None]
-        excluded.update(reason for r in group.rollouts if (reason := _exclusion(r)) is not None)
-        kept_per_group.append(kept)
-        for rollout, advantage in zip(kept, _group_advantages(group.group_id, kept, config), strict=True):
-            trained = [s for s in rollout.samples if _is_trained(s)]
-            samples += [WeightedSample(s, advantage, 0.0, len(advantage_R)) for s in trained]
-            advantage_R.append(advantage)
+        kept = [(r, r.reward) for r in group.rollouts if r.excluded is None and r.reward is not None]
+        rewards_per_group.append([reward for _, reward in kept])
+        advantages_R = _group_advantages(group.group_id, rewards_per_group[-1], config)
+        for (rollout, _), advantage in zip(kept, advantages_R, strict=True):
+            samples += [WeightedSample(s, advantage, 0.0, rollouts) for s in rollout.samples if _is_trained(s)]
+            rollouts += 1
     weighted = _weigh(samples, config)
-    counts = _count(kept_per_group, advantage_R, weighted, dict(excluded))
-    return Batch(tuple(weighted), counts, config)
+    return Batch(tuple(weighted), _count(rewards_per_group, weighted), config)
 
 
 def mini_batches(batch: Batch, count: int, rng: np.random.Generator) -> list[tuple[WeightedSample, ...]]:
@@ -141,16 +133,9 @@ def micro_batches(samples: Sequence[WeightedSample], max_tokens: int) -> list[li
     return result
 
 
-def _exclusion(rollout: RolloutResult) -> str | None:
-    if rollout.excluded is not None:
-        return rollout.excluded
-    return "no_reward" if rollout.reward is None else None
-
-
-def _group_advantages(group_id: str, kept: Sequence[RolloutResult], config: AlgorithmConfig) -> list[float]:
-    rewards = [r.reward for r in kept if r.reward is not None]
+def _group_advantages(group_id: str, rewards: Sequence[float], config: AlgorithmConfig) -> list[float]:
     try:
-        return [float(a) for a in advantages(rewards, config.advantage)] if rewards else []
+        return advantages(rewards, config.advantage).tolist() if rewards else []
     except ValueError as error:
         raise TrainingError(f"group {group_id}: {error}") from error
 
@@ -180,26 +165,13 @@ def _weigh(samples: Sequence[WeightedSample], config: AlgorithmConfig) -> list[W
     return [replace(s, weight=weight_of[s.rollout]) for s in samples]
 
 
-def _count(
-    kept_per_group: Sequence[Sequence[RolloutResult]],
-    advantage_R: Sequence[float],
-    samples: Sequence[WeightedSample],
-    excluded: dict[str, int],
-) -> BatchCounts:
-    rewards_per_group = [[r.reward for r in kept if r.reward is not None] for kept in kept_per_group]
-    rollouts = len(advantage_R)
-    with_tokens = len({s.rollout for s in samples})
+def _count(rewards_per_group: Sequence[Sequence[float]], samples: Sequence[WeightedSample]) -> BatchCounts:
     return BatchCounts(
-        groups=len(kept_per_group),
+        groups=len(rewards_per_group),
         groups_without_spread=sum(len(r) > 1 and not has_spread(r) for r in rewards_per_group),
         groups_of_one=sum(len(r) == 1 for r in rewards_per_group),
         groups_empty=sum(not r for r in rewards_per_group),
-        rollouts=rollouts,
-        excluded=excluded,
-        rollouts_without_trained_token=rollouts - with_tokens,
-        zero_advantage_rollouts=sum(a == 0 for a in advantage_R),
+        trained_rollouts=len({s.rollout for s in samples}),
         samples=len(samples),
-        samples_per_rollout=len(samples) / with_tokens if with_tokens else 0.0,
         trained_tokens=sum(int(s.sample.mask_L.sum()) for s in samples),
-        tokens=sum(len(s.sample.ids_L) for s in samples),
     )

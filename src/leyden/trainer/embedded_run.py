@@ -18,12 +18,12 @@ from leyden.trainer.folder import checkpoint_name
 from leyden.trainer.loop import Cursor, Policy
 from leyden.trainer.serving import serve
 
-COUNTED_ELSEWHERE = frozenset({"seconds", "samples", "tokens"})
+COUNTED_ELSEWHERE = frozenset({"samples", "tokens"})
 SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class ServedPolicy:
     """A policy, the URL of the engine that serves it, and how far its checkpoint is."""
 
     policy: Policy
@@ -32,9 +32,17 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def embedded(config: RunConfig, folder: Path | None) -> AsyncIterator[Running]:
+async def embedded(config: RunConfig, folder: Path | None) -> AsyncIterator[ServedPolicy]:
     """Load the model, or the checkpoint in `folder`, and serve it. Not announced to any gateway."""
-    policy = await asyncio.to_thread(EmbeddedPolicy.of_run, config)
+    policy = await asyncio.to_thread(
+        EmbeddedPolicy,
+        config.model,
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
+        embedded=config.embedded,
+        mini_batches=config.trainer.mini_batches,
+        seed=config.trainer.seed,
+    )
     cursor = Cursor()
     if folder is not None:
         state = await asyncio.to_thread(policy.load, folder)
@@ -46,7 +54,7 @@ async def embedded(config: RunConfig, folder: Path | None) -> AsyncIterator[Runn
     sampler.start()
     try:
         async with serve(build_app(sampler)) as url:
-            yield Running(_Embedded(config, policy, sampler), url, cursor)
+            yield ServedPolicy(_Embedded(config, policy, sampler), url, cursor)
     finally:
         await asyncio.to_thread(sampler.close)
 

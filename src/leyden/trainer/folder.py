@@ -8,10 +8,14 @@ from pathlib import Path
 CHECKPOINT = re.compile(r"step-(\d+)")
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder` by step. An incomplete one has another name."""
+    return sorted(filter(checkpoint_step, folder.glob("step-*")), key=lambda path: checkpoint_step(path) or 0)
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step. An incomplete one has another name."""
-    found = [(step, path) for path in (run_dir / "checkpoints").glob("step-*") if (step := checkpoint_step(path))]
-    return max(found)[1] if found else None
+    """The complete checkpoint of the highest step."""
+    return next(reversed(checkpoints(run_dir / "checkpoints")), None)
 
 
 def checkpoint_name(step: int) -> str:

@@ -38,13 +38,13 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from leyden.algorithms.batch import Batch, build_batch, needs_forward
-from leyden.config import EvalConfig, RunConfig
+from leyden.config import EvalConfig, ModelConfig, RunConfig
 from leyden.errors import TrainingError
 from leyden.room import shortage
 from leyden.trainer.advice import advice
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 EMPTY_REPORT_ROLLOUTS = 10
 T = TypeVar("T")
+Seconds = dict[str, float]
 
 
 class Policy(Protocol):
@@ -88,19 +89,11 @@ class Cursor:
     version: int = 0
 
 
-@dataclass(slots=True)
-class Timer:
-    """Seconds per phase of a step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+@contextlib.contextmanager
+def timed(seconds: Seconds, phase: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    seconds[phase] = round(time.monotonic() - start, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +103,7 @@ class Data:
 
 
 class Loop:
-    """One start of a run. `engines` are the URLs that serve the policy; `cursor` is what the checkpoint
-    holds. `unmet` answers what harnesses have asked for and not got so far, in how many calls.
-    """
+    """One start of a run. `engines` are the URLs that serve the policy; `cursor` is what the checkpoint holds."""
 
     def __init__(
         self,
@@ -124,10 +115,8 @@ class Loop:
         data: Data,
         cursor: Cursor,
         display: Display,
-        unmet: Callable[[], Awaitable[Mapping[str, int]]] | None = None,
     ) -> None:
-        self._unmet = unmet
-        self._told: Counter[str] = Counter()
+        self._unmet: Counter[str] = Counter()
         self._config = config
         self._client = client
         self._policy = policy
@@ -175,8 +164,8 @@ class Loop:
         await self._publish()
 
     async def _step(self, step: int) -> None:
-        timer = Timer()
-        with timer.phase("rollouts"):
+        seconds: Seconds = {}
+        with timed(seconds, "rollouts"):
             groups = await create_groups(self._client, self._requests(step))
             final = await wait_until_terminal(
                 self._client,
@@ -185,11 +174,10 @@ class Loop:
                 max_same_failures=self._config.trainer.max_same_failures,
                 on_ended=self._first_failures,
             )
-        with timer.phase("batch"):
-            limit = self._config.trainer.max_sample_tokens
-            collected = await collect(self._client, groups, final, limit)
+        with timed(seconds, "batch"):
+            collected = await collect(self._client, groups, final, self._config.trainer.max_sample_tokens)
             batch = await asyncio.to_thread(build_batch, collected.groups, self._config.algorithm)
-        await _uninterrupted(self._learn(step, groups, collected, batch, timer))
+        await _uninterrupted(self._learn(step, groups, collected, batch, seconds))
 
     def _requests(self, step: int) -> list[Json]:
         settings, tasks = self._config.trainer, self._data.train.tasks
@@ -201,19 +189,21 @@ class Loop:
             for slot, index in enumerate(chosen)
         ]
 
-    async def _learn(self, step: int, groups: list[Group], collected: Collected, batch: Batch, timer: Timer) -> None:
+    async def _learn(
+        self, step: int, groups: list[Group], collected: Collected, batch: Batch, seconds: dict[str, float]
+    ) -> None:
         """Writes 3 to 7 of a step."""
         if why := nothing_to_learn(batch):
             self._cursor = Cursor(step, self._cursor.version)
-            line = self._append("skip", {"why": why, **await self._measure(collected, batch, {}, timer)})
+            line = self._append("skip", {"why": why, **await self._measure(collected, batch, {}, seconds)})
         else:
             self._display.live(f"step {step}  updating on {len(batch.samples)} samples")
             self._updating = True
-            with timer.phase("update"):
+            with timed(seconds, "update"):
                 stats = await asyncio.to_thread(self._policy.update, batch)
             self._cursor = Cursor(step, self._cursor.version + 1)
             self._updating = False
-            line = self._append("step", await self._measure(collected, batch, stats, timer))
+            line = self._append("step", await self._measure(collected, batch, stats, seconds))
             await self._publish()
         self._show(line)
         if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
@@ -221,38 +211,32 @@ class Loop:
         await self._client.consume([group.group_id for group in groups])
         self._count_empty(collected, batch)
 
-    async def _measure(self, collected: Collected, batch: Batch, stats: Mapping[str, float], timer: Timer) -> Json:
-        numbers = measure(collected, batch, stats, timer.seconds, pass_threshold=self._config.eval.pass_threshold)
+    async def _measure(
+        self, collected: Collected, batch: Batch, stats: Mapping[str, float], seconds: dict[str, float]
+    ) -> Json:
+        numbers = measure(collected, batch, stats, seconds, pass_threshold=self._config.eval.pass_threshold)
         return {**numbers, "unmet": await self._not_given()}
 
     async def _not_given(self) -> Json:
         """What harnesses asked for and did not get since the last step. A gateway that starts again counts from 0."""
-        if self._unmet is None:
-            return {}
-        now = Counter(await self._unmet())
-        since = now - self._told if now >= self._told else now
-        self._told = now
+        now = Counter(await self._client.unmet())
+        since = now - self._unmet if now >= self._unmet else now
+        self._unmet = now
         return dict(since)
 
     async def _publish(self) -> None:
-        """The engine first, then the gateway: what the gateway announces is what is served."""
-        start, version, model = time.monotonic(), self._cursor.version, self._config.model
-        await asyncio.to_thread(self._policy.publish, version, self._lineage)
-        await self._client.put_model(
-            model.name,
-            engines=self._engines,
-            version=version,
-            lineage=self._lineage,
-            context_tokens=model.context_tokens,
-        )
-        self._append("publish", {"seconds": {"publish": round(time.monotonic() - start, 4)}})
+        seconds: Seconds = {}
+        with timed(seconds, "publish"):
+            await publish(self._client, self._policy, self._config.model, self._engines, self._cursor, self._lineage)
+        self._append("publish", {"seconds": seconds})
 
     def _save(self) -> None:
-        start = time.monotonic()
-        best = best_evaluation(self._lines())
-        self._policy.save(self._cursor, best["step"] if best else None)
+        seconds: Seconds = {}
+        with timed(seconds, "checkpoint"):
+            best = best_evaluation(self._lines())
+            self._policy.save(self._cursor, best["step"] if best else None)
         self._saved_step = self._cursor.step
-        self._append("checkpoint", {"seconds": {"checkpoint": round(time.monotonic() - start, 4)}})
+        self._append("checkpoint", {"seconds": seconds})
 
     def _count_empty(self, collected: Collected, batch: Batch) -> None:
         self._empty_steps = 0 if batch.samples else self._empty_steps + 1
@@ -315,6 +299,16 @@ class Loop:
 
     def _report(self) -> Json:
         return write_report(self._config.run_dir, self._lines())
+
+
+async def publish(
+    client: ControlClient, policy: Policy, model: ModelConfig, engines: list[str], at: Cursor, lineage: str
+) -> None:
+    """The engine first, then the gateway: what the gateway announces is what is served."""
+    await asyncio.to_thread(policy.publish, at.version, lineage)
+    await client.put_model(
+        model.name, engines=engines, version=at.version, lineage=lineage, context_tokens=model.context_tokens
+    )
 
 
 def eval_due(step: int, steps: int, settings: EvalConfig) -> bool:

@@ -26,7 +26,6 @@ def measure(
     `sample_limits` are the non-zero counts of `SampleCounts`. `update` adds its own names (entropy, grad_norm, ...).
     """
     rewards = collected.rewards()
-    counts = batch.counts
     return {
         "rollouts": len(collected.rollouts),
         "attempts": collected.attempts,
@@ -34,20 +33,14 @@ def measure(
         "pass_rate": sum(r >= pass_threshold for r in rewards) / len(rewards) if rewards else None,
         "outcomes": count(collected.rollouts),
         "first_failures": first_failures(collected.rollouts),
-        "groups": counts.groups,
-        "groups_without_spread": counts.groups_without_spread,
-        "groups_of_one": counts.groups_of_one,
-        "groups_empty": counts.groups_empty,
         "excluded": dict(collected.excluded),
         "turns": collected.turns,
         "sampled_tokens": collected.sampled_tokens,
-        "samples": counts.samples,
-        "trained_rollouts": counts.rollouts - counts.rollouts_without_trained_token,
-        "trained_tokens": counts.trained_tokens,
+        **asdict(batch.counts),
         "forks": dict(collected.forks),
         "sample_limits": {name: n for name, n in asdict(collected.samples).items() if n},
         **update,
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "seconds": dict(seconds),
     }
 
 

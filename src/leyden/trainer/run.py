@@ -25,7 +25,7 @@ from leyden.errors import GatewayError, TrainingError
 from leyden.trainer.display import Display, progress_line
 from leyden.trainer.evaluate import EvalResult, evaluate
 from leyden.trainer.folder import newest_checkpoint
-from leyden.trainer.loop import Cursor, Data, Loop
+from leyden.trainer.loop import Cursor, Data, Loop, publish
 from leyden.trainer.outcomes import FirstFailures
 from leyden.trainer.report import write_atomically
 from leyden.trainer.supervise import Child, Children, child_command, run_lock, wait_for_gateway
@@ -33,7 +33,7 @@ from leyden.trainer.tasks import TaskSet, read_tasks
 from leyden.types import Json
 
 if TYPE_CHECKING:
-    from leyden.trainer.embedded_run import Running
+    from leyden.trainer.embedded_run import ServedPolicy
 
 T = TypeVar("T")
 OWN_GATEWAY_RETRY_S = 10.0
@@ -74,7 +74,6 @@ async def train(config: RunConfig, data: Data, command: Command, display: Displa
                 data=data,
                 cursor=running.cursor,
                 display=display,
-                unmet=client.unmet,
             )
             return await _unless_a_child_ends(loop.run(), children)
 
@@ -139,22 +138,15 @@ async def _serving_checkpoint(
         return
     async with _running(config, command, display, folder, lock) as (running, client, children):
         at = running.cursor
-        await asyncio.to_thread(running.policy.publish, at.version, "evaluation")
-        registering = client.put_model(
-            config.model.name,
-            engines=[running.url],
-            version=at.version,
-            lineage="evaluation",
-            context_tokens=config.model.context_tokens,
-        )
-        await _unless_a_child_ends(registering, children)
+        publishing = publish(client, running.policy, config.model, [running.url], at, "evaluation")
+        await _unless_a_child_ends(publishing, children)
         yield at, client, children
 
 
 @contextlib.asynccontextmanager
 async def _running(
     config: RunConfig, command: Command, display: Display, folder: Path | None, lock: int
-) -> AsyncIterator[tuple[Running, ControlClient, Children]]:
+) -> AsyncIterator[tuple[ServedPolicy, ControlClient, Children]]:
     """Gateway, engine and controller, up and answering."""
     async with Children(config.run_dir / "logs", lock) as children:
         display.live("starting gateway and loading the model")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import uvicorn
+from collections.abc import AsyncIterator
+from typing import Any
 
 POLL_S = 0.01
 
@@ -21,7 +18,8 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
 
     with socket.create_server((host, port), backlog=2048) as listener:
         port = listener.getsockname()[1]
-        server = _without_signals(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # they are the owner's
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started:
@@ -32,15 +30,3 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
         finally:
             server.should_exit = True
             await task
-
-
-def _without_signals(config: uvicorn.Config) -> uvicorn.Server:
-    """A server that leaves the process's signals to its owner."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Server(config)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,10 @@ from safetensors import SafetensorError
 
 from leyden.errors import TrainingError
 from leyden.trainer.embedded.hub import load_model, quiet
-from leyden.trainer.folder import checkpoint_step
+from leyden.trainer.folder import CHECKPOINT, checkpoint_step, checkpoints
 from leyden.types import Json
 
 FORMAT = 1
-NAME = re.compile(r"step-(\d+)")
 TEMPORARY = ".tmp-"
 
 
@@ -48,11 +46,12 @@ class Parts:
 def save(
     root: Path, name: str, parts: Parts, *, policy_state: Json, state: Json, keep: int, also: int | None = None
 ) -> Path:
-    """Write `root/name` (as `step-N`) atomically, replace one of that name, and remove all but the newest `keep`.
+    """Write `root/name` (as `step-N`) atomically, replace one of that name, and remove all but the newest `keep`
+    and that of step `also`.
 
     Raises TrainingError if it cannot be written, as on a full disk; the earlier checkpoints are as they were then.
     """
-    if not NAME.fullmatch(name):
+    if not CHECKPOINT.fullmatch(name):
         raise TrainingError(f"checkpoint name {name!r} is not of the form step-N, such as step-000010")
     temporary = root / f"{TEMPORARY}{name}"
     try:
@@ -66,7 +65,9 @@ def save(
     temporary.rename(final)
     _sync(root)
     _remove_leftovers(root)
-    prune(root, keep, also)
+    for path in checkpoints(root)[:-keep]:
+        if checkpoint_step(path) != also:
+            shutil.rmtree(path)
     return final
 
 
@@ -82,7 +83,8 @@ def _write(folder: Path, parts: Parts, policy_state: Json, state: Json) -> None:
     (folder / "state.json").write_bytes(
         orjson.dumps({"format": FORMAT, "policy": policy_state, "state": state}, option=orjson.OPT_INDENT_2)
     )
-    _sync_tree(folder)
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def load(path: Path, parts: Parts) -> tuple[Json, Json]:
@@ -99,26 +101,6 @@ def load(path: Path, parts: Parts) -> tuple[Json, Json]:
     except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
         raise TrainingError(f"checkpoint {path} is damaged: {error}") from error
     return saved["policy"], saved["state"]
-
-
-def latest(root: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
-    complete = _complete(root)
-    return complete[-1] if complete else None
-
-
-def prune(root: Path, keep: int, also: int | None = None) -> None:
-    """Remove all but the `keep` newest complete checkpoints, and the one of step `also`."""
-    for path in _complete(root)[:-keep]:
-        if checkpoint_step(path) != also:
-            shutil.rmtree(path)
-
-
-def _complete(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := NAME.fullmatch(p.name)) and (p / "state.json").is_file()]
-    return [path for _, path in sorted(found)]
 
 
 def _remove_leftovers(root: Path) -> None:
@@ -183,12 +165,6 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _with_integers(v) for k, v in value.items()}
     return int(value.removeprefix("int:")) if isinstance(value, str) and value.startswith("int:") else value
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

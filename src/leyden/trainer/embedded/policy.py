@@ -12,9 +12,9 @@ an update. `publish` must be finished before the next `update` begins.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from leyden.algorithms.batch import Batch, WeightedSample, micro_batches, mini_batches, needs_forward
+from leyden.algorithms.losses import token_logprobs
 from leyden.algorithms.objective import Objective, objective
-from leyden.algorithms.padding import pad
-from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig, RunConfig
+from leyden.algorithms.padding import PaddedSamples, pad
+from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig
 from leyden.errors import ConfigError, TrainingError
 from leyden.trainer.embedded import checkpoint, hub
 from leyden.trainer.embedded.architecture import check_supported
-from leyden.trainer.embedded.forward import trained_logprobs
 from leyden.trainer.embedded.sampler import Sampler
-from leyden.trainer.embedded.tally import ProgressCallback, Tally, UpdateMetrics
+from leyden.trainer.embedded.tally import Tally, UpdateMetrics
 from leyden.types import Json
 
 MicroBatch = list[WeightedSample]
@@ -70,30 +70,15 @@ class EmbeddedPolicy:
         self._optimizer = make_optimizer(self.model, optimizer)
         self.optimizer_steps = 0
 
-    @classmethod
-    def of_run(cls, config: RunConfig) -> EmbeddedPolicy:
-        return cls(
-            config.model,
-            algorithm=config.algorithm,
-            optimizer=config.optimizer,
-            embedded=config.embedded,
-            mini_batches=config.trainer.mini_batches,
-            seed=config.trainer.seed,
-        )
-
-    def update(
-        self, batch: Batch, sampling_temperature: float, on_progress: ProgressCallback | None = None
-    ) -> UpdateMetrics:
+    def update(self, batch: Batch, sampling_temperature: float) -> UpdateMetrics:
         """One training step on a batch. A mini-batch without any gradient makes no optimizer step and is counted.
 
-        `on_progress(samples done, samples in all)` is called after every micro-batch. Raises TrainingError, naming
+        Raises TrainingError, naming
         the optimizer step, if a loss or a gradient norm is not finite; that optimizer step then changes nothing,
         while mini-batches before it in this update have been applied: go back to a checkpoint.
         """
-        started = time.perf_counter()
         work = [self._micro_batches(mini) for mini in mini_batches(batch, self._mini_batches, self._rng)]
-        total = sum(len(micro) for micros in work for micro in micros)
-        tally = Tally(total, on_progress)
+        tally = Tally()
         old = self._old_logprobs(work, sampling_temperature) if len(work) > 1 else None
         for number, micros in enumerate(work):
             if not micros:
@@ -107,11 +92,7 @@ class EmbeddedPolicy:
                 loss += value
                 tally.add(result, len(micro))
             tally.step(loss, self._optimizer_step(micros))
-        return tally.metrics(
-            lr=self._optimizer.param_groups[0]["lr"],
-            samples_skipped=len(batch.samples) - total,
-            seconds=time.perf_counter() - started,
-        )
+        return tally.metrics(lr=self._optimizer.param_groups[0]["lr"], samples=len(batch.samples))
 
     def make_sampler(self, *, version: int = 0, lineage: str = "", seed: int = 0) -> Sampler:
         """A sampler with a copy of the current weights. Not started."""
@@ -212,6 +193,22 @@ class EmbeddedPolicy:
             f"optimizer step {self.optimizer_steps + 1}: the {what} is {value}; the step was not applied. Rollouts: "
             f"{', '.join(rollouts[:5])}{' ...' if len(rollouts) > 5 else ''}. A lower optimizer.lr may help"
         )
+
+
+def trained_logprobs(
+    model: Any, padded: PaddedSamples, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_T, entropy_T) of softmax(logits / temperature) at the trained tokens, log-probs with gradient.
+
+    The model sees every token of a sample, context included. Rows are padded on the right, where a causal model
+    does not look, so there is no mask. Logits are made only at columns where some row has a trained token.
+    """
+    index_T, keep = padded.column_T - 1, {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        keep["logits_to_keep"], index_T = torch.unique(index_T, return_inverse=True)
+    logits_BKV = model(input_ids=padded.ids_BL, use_cache=False, **keep).logits
+    logits_TV = logits_BKV[padded.row_T, index_T]
+    return token_logprobs(logits_TV, padded.targets_T, temperature, entropy_gradient=entropy_gradient)
 
 
 def default_threads() -> int:

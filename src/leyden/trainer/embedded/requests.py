@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from pydantic import ConfigDict, with_config
+
 from leyden.errors import EngineRejected
 from leyden.trainer.embedded.stopping import StopStrings
 from leyden.types import FinishReason, Generation, VersionSpan
 
 
+@with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request of the engine contract. `top_k` 0 is off, `temperature` 0 greedy; `seed` None takes the next one."""

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from leyden.errors import EngineError, EngineUnavailable
 from leyden.trainer.embedded.architecture import check_supported
+from leyden.trainer.embedded.draw import sample
 from leyden.trainer.embedded.kv import SlotCache, last_logits
 from leyden.trainer.embedded.requests import Active, GenerateRequest, check
-from leyden.trainer.embedded.sampling import sample
 from leyden.trainer.embedded.slots import SlotTable, prefill_batches
 from leyden.trainer.embedded.stopping import Decode, StopStrings
 from leyden.types import Generation

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from leyden.trainer.embedded.sampler import Sampler
 from leyden.types import Generation, Json
 
 CLIENT_CLOSED_REQUEST = 499
+_REQUEST = TypeAdapter(GenerateRequest)
 
 
 def build_app(sampler: Sampler) -> Starlette:
@@ -59,20 +61,11 @@ def build_app(sampler: Sampler) -> Starlette:
 def parse(body: bytes) -> GenerateRequest:
     """Body of /generate -> request. Raises EngineRejected naming the field and what was found."""
     try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise EngineRejected(f"the body is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise EngineRejected(f"the body is {type(data).__name__}, not an object")
-    fields = {**_DEFAULTS, **data}
-    if unknown := sorted(data.keys() - _KINDS.keys()):
-        raise EngineRejected(f"unknown field {unknown[0]!r}; fields are {', '.join(_KINDS)}")
-    for name, (wanted, fits) in _KINDS.items():
-        if name not in fields:
-            raise EngineRejected(f"{name} is missing; it must be {wanted}")
-        if not fits(fields[name]):
-            raise EngineRejected(f"{name} is {_short(fields[name])}; it must be {wanted}")
-    return GenerateRequest(**fields)
+        return _REQUEST.validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        field = ".".join(map(str, found["loc"])) or "the body"
+        raise EngineRejected(f"{field} is {repr(found['input'])[:60]}: {found['msg']}") from None
 
 
 def reply(generation: Generation) -> Json:
@@ -83,35 +76,6 @@ def reply(generation: Generation) -> Json:
         "spans": [list(span) for span in generation.spans],
         "stop_string": generation.stop_string,
     }
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_ints(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int for v in value)
-
-
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is str for v in value)
-
-
-_KINDS = {
-    "prompt_ids": ("a list of integers", _are_ints),
-    "max_tokens": ("an integer", _is_int),
-    "temperature": ("a number", _is_number),
-    "top_p": ("a number", _is_number),
-    "top_k": ("an integer", _is_int),
-    "stop_token_ids": ("a list of integers", _are_ints),
-    "stop": ("a list of strings", _are_strings),
-    "seed": ("an integer or null", lambda v: v is None or _is_int(v)),
-}
-_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [], "stop": [], "seed": None}
 
 
 async def _unless_hung_up(future: Future[Generation], request: Request) -> Generation | None:
@@ -134,8 +98,3 @@ async def _end_of_connection(request: Request) -> None:
 
 def _json(value: Json, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

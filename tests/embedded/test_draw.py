@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from leyden.trainer.embedded.sampling import sample
+from leyden.trainer.embedded.draw import sample
 
 
 def draw(probabilities, u, temperature=1.0, top_p=1.0, top_k=0):

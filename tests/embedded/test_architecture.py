@@ -37,13 +37,13 @@ def test_the_key_value_cache_of_a_long_context_is_the_largest_part():
             "harness": {"command": ["a"]}, "grader": {"function": "a:b"}, "algorithm": {"kl_coef": 0.1},
         }
     )  # fmt: skip
-    parts = needs(config, QWEN3_06B)
+    sizes = config.embedded, config.model.context_tokens
+    parts = needs(QWEN3_06B, *sizes, reference=True)
+    words = arithmetic(parts, *sizes)
     assert parts["key-value cache"] == 32 * 8 * 32769 * 128 * 4 * 2 * 28 == 240_525_508_608
     assert parts["AdamW"] == parts["weights, twice"] == 2 * parts["gradients"] == 2 * parts["reference model"]
-    assert arithmetic(config, parts).startswith(f"{sum(parts.values()) / GIB:.1f} GiB = weights, twice 4.4 + ")
-    assert "embedded.slots 32, model.context_tokens 32768, embedded.micro_batch_tokens 8192" in arithmetic(
-        config, parts
-    )
+    assert words.startswith(f"{sum(parts.values()) / GIB:.1f} GiB = weights, twice 4.4 + ")
+    assert "embedded.slots 32, model.context_tokens 32768, embedded.micro_batch_tokens 8192" in words
 
 
 def test_the_real_number_of_weights(tiny_model_path):

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from leyden.controller.backends.kubernetes.api import JOBS, SECRETS, KubernetesApi
 from leyden.store import Store
-from leyden.trainer.metrics import read_metrics
+from leyden.trainer.metrics_log import read_metrics
 from leyden.types import TERMINAL, RolloutState, Turn
 from tests.kube.cluster import Cluster
 from tests.kube.observer import Observer

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from leyden.trainer.metrics import current, read_metrics
+from leyden.trainer.metrics_log import current, read_metrics
 from leyden.trainer.tasks import tasks_for_step
 from tests.siege.programs import Program, free_port, of_folder, until, wait_until_alone
 

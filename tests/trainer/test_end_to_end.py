@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from leyden.trainer.metrics import current, read_metrics
+from leyden.trainer.metrics_log import current, read_metrics
 from leyden.trainer.tasks import tasks_for_step
 
 AGENT = """

@@ -14,9 +14,9 @@ from leyden.config import RunConfig
 from leyden.errors import GatewayError, TrainingError
 from leyden.run_file import parse
 from leyden.trainer.display import Display
-from leyden.trainer.loop import Cursor, Data, Loop, eval_due
-from leyden.trainer.metrics import current, read_metrics
-from leyden.trainer.tasks import read_tasks, tasks_for_step
+from leyden.trainer.loop import Cursor, Loop, eval_due
+from leyden.trainer.metrics_log import current, read_metrics
+from leyden.trainer.tasks import Data, read_tasks, tasks_for_step
 from tests.trainer.scripted_control import INFRASTRUCTURE, NO_CALLS, Ending, ScriptedControl
 
 

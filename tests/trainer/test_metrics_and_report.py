@@ -3,7 +3,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from leyden.trainer.metrics import MetricsLog, current, read_metrics
+from leyden.trainer.metrics_log import MetricsLog, current, read_metrics
 from leyden.trainer.report import summarize, write_report
 
 

@@ -10,9 +10,11 @@ import pytest
 from leyden.config import RunConfig
 from leyden.errors import GatewayError, TrainingError
 from leyden.run_file import load
-from leyden.trainer.run import _unless_a_child_ends, read_data, write_run_json
+from leyden.trainer.run import _unless_a_child_ends
+from leyden.trainer.run_json import write_run_json
 from leyden.trainer.serving import serve
 from leyden.trainer.supervise import Children
+from leyden.trainer.tasks import read_data
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def changed(config: RunConfig, section: str, **values) -> RunConfig:
 
 
 def test_run_json(config):
-    data = read_data(config)
+    data = read_data(config.data)
     write_run_json(config, data)
     document = json.loads((config.run_dir / "run.json").read_text())
     assert document["data"] == {"train": data.train.sha256, "validation": None}
@@ -55,17 +57,17 @@ def test_run_json(config):
     ],
 )
 def test_a_resume_that_would_repeat_or_skip_tasks_is_refused(config, section, values, message):
-    data = read_data(config)
+    data = read_data(config.data)
     write_run_json(config, data)
     with pytest.raises(TrainingError, match=message):
         write_run_json(changed(config, section, **values), data)
 
 
 def test_other_data_is_refused(config):
-    write_run_json(config, read_data(config))
+    write_run_json(config, read_data(config.data))
     config.data.train.write_text('{"n": 2}\n')
     with pytest.raises(TrainingError, match=r"another data\.train \(sha256\): '"):
-        write_run_json(config, read_data(config))
+        write_run_json(config, read_data(config.data))
 
 
 def python(code: str) -> list[str]:

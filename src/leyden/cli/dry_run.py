@@ -10,7 +10,7 @@ from leyden.config import RunConfig
 from leyden.doctor.preflight import before_training, check_backend, unheeded
 from leyden.run_file import dump
 from leyden.trainer.folder import checkpoint_step, newest_checkpoint
-from leyden.trainer.loop import Data
+from leyden.trainer.tasks import Data
 
 
 def describe(config: RunConfig, secret: bytes | None, parent: Mapping[str, str]) -> str:

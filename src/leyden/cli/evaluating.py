@@ -21,7 +21,7 @@ from leyden.errors import ConfigError
 from leyden.trainer.display import Display, named
 from leyden.trainer.evaluate import EvalResult
 from leyden.trainer.folder import checkpoint_name, newest_checkpoint
-from leyden.trainer.metrics import best_evaluation, read_metrics
+from leyden.trainer.metrics_log import best_evaluation, read_metrics
 from leyden.trainer.tasks import TaskSet, read_tasks
 
 

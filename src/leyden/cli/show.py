@@ -17,7 +17,7 @@ from leyden.client import Rollout
 from leyden.errors import ConfigError
 from leyden.trainer.collect import exclusion
 from leyden.trainer.display import named
-from leyden.trainer.metrics import current, read_metrics
+from leyden.trainer.metrics_log import current, read_metrics
 from leyden.trainer.outcomes import COMPLETED, failures, outcome, words
 from leyden.types import Json, RolloutState, Turn
 

@@ -26,7 +26,8 @@ from leyden.errors import LeydenError
 from leyden.extras import need
 from leyden.gateway.app import check_address, check_port
 from leyden.gateway.render import ModelRenderer
-from leyden.trainer.run import check_same_run, read_data
+from leyden.trainer.run_json import check_same_run
+from leyden.trainer.tasks import read_data
 from leyden.types import Json
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ def check_training(config: RunConfig) -> Finding:
     """Whether `leyden train` could train this run, in its own words. Raises ConfigError, TrainingError."""
     if config.engine.urls or config.engine.kind != "leyden":
         return skipped("training", "engine.urls and engine.kind are for `leyden gateway` and `leyden eval`")
-    check_same_run(config, read_data(config))
+    check_same_run(config, read_data(config.data))
     try:
         need("leyden train", "embedded")
     except LeydenError as error:

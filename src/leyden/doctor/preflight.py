@@ -23,8 +23,8 @@ from leyden.doctor.manifests import ROLLOUT, URL, render_manifests
 from leyden.errors import ConfigError
 from leyden.model_files import architecture
 from leyden.trainer.embedded.architecture import GIB, arithmetic, check_supported, needs
-from leyden.trainer.loop import Data
-from leyden.trainer.run import check_same_run, read_data
+from leyden.trainer.run_json import check_same_run
+from leyden.trainer.tasks import Data, read_data
 from leyden.types import Json
 
 
@@ -40,7 +40,7 @@ def before_training(config: RunConfig, secret: bytes | None, parent: Mapping[str
 def before_rollouts(config: RunConfig, secret: bytes | None, parent: Mapping[str, str]) -> Data:
     """What training and evaluation have in common."""
     check_folder(config.run_dir)
-    data = read_data(config)
+    data = read_data(config.data)
     if config.controller.start:  # else harnesses run where that controller does, with its files and programs
         check_launch(config, data.train.tasks[0], parent)
     if config.gateway.url is None:
@@ -71,8 +71,9 @@ def check_backend(config: RunConfig) -> str:
     """Whether the embedded backend runs this model and has the memory for it: the arithmetic in words."""
     model = architecture(config.model.path)
     check_supported(model, config.model.context_tokens)
-    parts = needs(config, model)
-    sum_, here = arithmetic(config, parts), memory(config.embedded.device)
+    sizes = config.embedded, config.model.context_tokens
+    parts = needs(model, *sizes, reference=config.algorithm.kl_coef > 0)
+    sum_, here = arithmetic(parts, *sizes), memory(config.embedded.device)
     if here is not None and sum(parts.values()) > here:
         raise ConfigError(
             "embedded",

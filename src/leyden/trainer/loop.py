@@ -51,11 +51,12 @@ from leyden.trainer.advice import advice
 from leyden.trainer.collect import Collected, Progress, collect, create_groups, group_request, wait_until_terminal
 from leyden.trainer.display import Display, named, progress_line, step_line
 from leyden.trainer.evaluate import evaluate
-from leyden.trainer.measure import measure, scalars
-from leyden.trainer.metrics import Board, MetricsLog, best_evaluation, current, read_metrics
+from leyden.trainer.measure import measure
+from leyden.trainer.metrics_log import MetricsLog, best_evaluation, current, read_metrics
 from leyden.trainer.outcomes import FirstFailures
 from leyden.trainer.report import write_report
-from leyden.trainer.tasks import TaskSet, tasks_for_step
+from leyden.trainer.tasks import Data, tasks_for_step
+from leyden.trainer.tensorboard import TensorBoard
 from leyden.types import Json
 
 if TYPE_CHECKING:
@@ -96,12 +97,6 @@ def timed(seconds: Seconds, phase: str) -> Iterator[None]:
     seconds[phase] = round(time.monotonic() - start, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
-    train: TaskSet
-    validation: TaskSet | None
-
-
 class Loop:
     """One start of a run. `engines` are the URLs that serve the policy; `cursor` is what the checkpoint holds."""
 
@@ -126,7 +121,7 @@ class Loop:
         self._display = display
         self._lineage = uuid.uuid4().hex[:12]
         self._log = MetricsLog(config.run_dir / METRICS_FILE)
-        self._board = Board(config.run_dir / "tensorboard", cursor.step + 1)
+        self._tensorboard = TensorBoard(config.run_dir / "tensorboard", cursor.step + 1)
         self._saved_step = cursor.step
         self._updating = False
         self._empty_steps = 0
@@ -147,7 +142,7 @@ class Loop:
             if not self._updating and self._cursor.step > self._saved_step:
                 self._save()
             self._log.close()
-            self._board.close()
+            self._tensorboard.close()
 
     async def _start(self) -> None:
         at = self._cursor
@@ -286,7 +281,7 @@ class Loop:
         data = {**data, "step": at.step, "version": at.version}
         line = self._log.append(event, step=at.step, version=at.version, lineage=self._lineage, data=data)
         if event in ("step", "skip", "eval"):
-            self._board.scalars(at.step, scalars(line))
+            self._tensorboard.add(line)
         return line
 
     def _show(self, line: Json) -> None:

@@ -42,19 +42,3 @@ def measure(
         **update,
         "seconds": dict(seconds),
     }
-
-
-def scalars(line: Json) -> dict[str, float | None]:
-    """The TensorBoard scalars of a line: its numbers, those of nested mappings by path."""
-    if line["event"] == "eval":
-        prefix = "validation"
-        passes = {f"{prefix}/pass@{p['k']}": p["value"] for p in line["pass"]}
-        outcomes = {f"{prefix}/outcomes/{kind}": n for kind, n in (line.get("outcomes") or {}).items()}
-        return passes | outcomes | {f"{prefix}/reward": line["mean_reward"], f"{prefix}/coverage": line["coverage"]}
-    flat: dict[str, float | None] = {}
-    for name, value in line.items():
-        if isinstance(value, dict):
-            flat.update({f"{name}/{key}": v for key, v in value.items() if isinstance(v, int | float)})
-        elif isinstance(value, int | float) and name not in ("step", "time"):
-            flat[f"train/{name}"] = value
-    return flat

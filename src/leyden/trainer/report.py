@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from leyden.trainer.folder import checkpoint_name
-from leyden.trainer.metrics import best_evaluation, current
+from leyden.trainer.metrics_log import best_evaluation, current, pass_at_1
 from leyden.types import Json
 
 EVALUATION = ("step", "version", "mean_reward", "pass", "coverage", "missing", "outcomes")
@@ -41,10 +41,10 @@ def summarize(lines: Sequence[Json]) -> Json:
         "skipped_steps": sum(line["event"] == "skip" for line in steps),
         "policy_version": max((line["version"] for line in kept), default=0),
         "lineages": len({line["lineage"] for line in lines}),
-        "pass_at_1_before": _pass_at_1(before, "value"),
-        "pass_at_1_before_interval_95": _pass_at_1(before, "interval_95"),
-        "pass_at_1_after": _pass_at_1(after, "value"),
-        "pass_at_1_after_interval_95": _pass_at_1(after, "interval_95"),
+        "pass_at_1_before": pass_at_1(before, "value"),
+        "pass_at_1_before_interval_95": pass_at_1(before, "interval_95"),
+        "pass_at_1_after": pass_at_1(after, "value"),
+        "pass_at_1_after_interval_95": pass_at_1(after, "interval_95"),
         "mean_reward_before": before and before.get("mean_reward"),
         "mean_reward_after": after and after.get("mean_reward"),
         "pass_threshold": next((e["pass_threshold"] for e in reversed(evals) if "pass_threshold" in e), None),
@@ -77,7 +77,7 @@ def _best(lines: Sequence[Json]) -> Json | None:
         return None
     folder = f"checkpoints/{checkpoint_name(best['step'])}" if best["step"] else None
     facts = {name: best.get(name) for name in ("step", "version", "mean_reward")}
-    return {**facts, "pass_at_1": _pass_at_1(best, "value"), "checkpoint": folder}
+    return {**facts, "pass_at_1": pass_at_1(best, "value"), "checkpoint": folder}
 
 
 def _with_spread(line: Json) -> int:
@@ -119,7 +119,7 @@ def draw_curve(path: Path, lines: Iterable[Json]) -> None:
 
     kept = list(lines)
     rewards = [(line["step"], line["reward"]) for line in kept if line.get("reward") is not None]
-    passes = [(e["step"], e["pass"][0]) for e in kept if e["event"] == "eval" and _pass_at_1(e, "value") is not None]
+    passes = [(e["step"], e["pass"][0]) for e in kept if e["event"] == "eval" and pass_at_1(e, "value") is not None]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylim=(-0.02, max([1.02, *(r for _, r in rewards)])))
@@ -136,11 +136,6 @@ def draw_curve(path: Path, lines: Iterable[Json]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, format="png", dpi=120)
     temporary.replace(path)
-
-
-def _pass_at_1(evaluation: Json | None, field: str) -> object:
-    found = [p for p in (evaluation or {}).get("pass", []) if p["k"] == 1]
-    return found[0][field] if found else None
 
 
 def _seconds(lines: Iterable[Json]) -> dict[str, float]:

@@ -16,20 +16,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
-
-from leyden import __version__
 from leyden.client import ControlClient, control_key, read_or_create_secret
 from leyden.config import RunConfig
-from leyden.errors import GatewayError, TrainingError
+from leyden.errors import GatewayError
 from leyden.trainer.display import Display, progress_line
 from leyden.trainer.evaluate import EvalResult, evaluate
 from leyden.trainer.folder import newest_checkpoint
-from leyden.trainer.loop import Cursor, Data, Loop, publish
+from leyden.trainer.loop import Cursor, Loop, publish
 from leyden.trainer.outcomes import FirstFailures
-from leyden.trainer.report import write_atomically
+from leyden.trainer.run_json import write_run_json
 from leyden.trainer.supervise import Child, Children, child_command, run_lock, wait_for_gateway
-from leyden.trainer.tasks import TaskSet, read_tasks
+from leyden.trainer.tasks import Data, TaskSet
 from leyden.types import Json
 
 if TYPE_CHECKING:
@@ -48,15 +45,6 @@ class Command:
     run_file: Path
     overrides: tuple[str, ...] = ()
     secret: bytes | None = None
-
-
-def read_data(config: RunConfig) -> Data:
-    """Raises ConfigError with file and line for what is not a task."""
-    validation = config.data.validation
-    return Data(
-        read_tasks(config.data.train, "data.train"),
-        None if validation is None else read_tasks(validation, "data.validation"),
-    )
 
 
 async def train(config: RunConfig, data: Data, command: Command, display: Display) -> Json:
@@ -207,56 +195,3 @@ async def _unless_a_child_ends(work: Coroutine[Any, Any, T], children: Children)
 
 def _is_a_lost_gateway(error: BaseException | None) -> bool:
     return isinstance(error, GatewayError) and error.status is None
-
-
-def write_run_json(config: RunConfig, data: Data) -> None:
-    """Write the resolved configuration and the data's hashes. Raises what `check_same_run` does."""
-    check_same_run(config, data)
-    write_atomically(config.run_dir / "run.json", orjson.dumps(_run_json(config, data), option=orjson.OPT_INDENT_2))
-
-
-def check_same_run(config: RunConfig, data: Data) -> None:
-    """Raises TrainingError if the run folder was started with another seed, data or group layout: a resume would repeat
-    or skip tasks.
-    """
-    path = config.run_dir / "run.json"
-    if not path.exists():
-        return
-    try:
-        before = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}); choose another run_dir, or restore it") from None
-    now = _run_json(config, data)
-    for keys in FIXED:
-        old, new = _at(before, keys), _at(now, keys)
-        if old != new:
-            what = "data.train (sha256)" if keys[0] == "data" else ".".join(keys[1:])
-            raise TrainingError(
-                f"{config.run_dir} was started with another {what}: {old!r}, now {new!r}; a resume would not be the "
-                "same run. Set it back, or choose another run_dir"
-            )
-
-
-def _run_json(config: RunConfig, data: Data) -> Json:
-    return {
-        "version": __version__,
-        "config": config.model_dump(mode="json"),
-        "data": {"train": data.train.sha256, "validation": data.validation and data.validation.sha256},
-    }
-
-
-FIXED = (
-    ("data", "train"),
-    ("config", "data", "shuffle"),
-    ("config", "trainer", "seed"),
-    ("config", "trainer", "groups_per_step"),
-    ("config", "trainer", "group_size"),
-    ("config", "model", "path"),
-)
-
-
-def _at(document: Json, path: Sequence[str]) -> Any:
-    value: Any = document
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import orjson
 
+from leyden.config import DataConfig
 from leyden.errors import ConfigError
 from leyden.protocols.checks import big_integer
 from leyden.types import Json
@@ -47,6 +48,18 @@ def read_tasks(path: Path, key: str = "data.train") -> TaskSet:
     if not tasks:
         raise ConfigError(key, f"{path} holds no task; give at least one JSON object, one a line")
     return TaskSet(path, tuple(tasks), hashlib.sha256(raw).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    train: TaskSet
+    validation: TaskSet | None
+
+
+def read_data(config: DataConfig) -> Data:
+    """Raises ConfigError with file and line for what is not a task."""
+    train = read_tasks(config.train, "data.train")
+    return Data(train, None if config.validation is None else read_tasks(config.validation, "data.validation"))
 
 
 def parse_task(text: str | bytes, key: str, where: str) -> Json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.config import RunConfig
+from leyden.config import EmbeddedConfig
 from leyden.errors import ConfigError
 
 FLOAT = 4
@@ -25,31 +25,33 @@ def parameters(architecture: Mapping[str, Any]) -> int:
     return embeddings + a.layers * (attention + mlp + 2 * a.hidden) + a.hidden
 
 
-def needs(config: RunConfig, architecture: Mapping[str, Any]) -> dict[str, int]:
+def needs(
+    architecture: Mapping[str, Any], embedded: EmbeddedConfig, context_tokens: int, *, reference: bool = False
+) -> dict[str, int]:
     """Bytes by part: weights of trainer and sampler, gradients, AdamW's two moments, the key-value cache (slots x
-    context x layers x key-value heads x head size x 2) and one micro-batch of the update (activations, logits thrice).
+    context x layers x key-value heads x head size x 2), one micro-batch of the update (activations, logits thrice),
+    and the `reference` model of the KL.
     """
     a, weights = _Shape(architecture), FLOAT * parameters(architecture)
-    e, context = config.embedded, config.model.context_tokens
-    batch = max(e.micro_batch_tokens, 1)
+    batch = max(embedded.micro_batch_tokens, 1)
     per_layer = 8 * a.hidden + 2 * (a.heads + 2 * a.kv_heads) * a.head_size + 4 * a.intermediate
     parts = {
         "weights, twice": 2 * weights,
         "gradients": weights,
         "AdamW": 2 * weights,
-        "key-value cache": FLOAT * 2 * e.slots * (context + 1) * a.layers * a.kv_heads * a.head_size,
+        "key-value cache": FLOAT * 2 * embedded.slots * (context_tokens + 1) * a.layers * a.kv_heads * a.head_size,
         "one micro-batch": FLOAT * batch * (a.layers * per_layer + 3 * a.vocabulary),
     }
-    return parts | ({"reference model": weights} if config.algorithm.kl_coef > 0 else {})
+    return parts | ({"reference model": weights} if reference else {})
 
 
-def arithmetic(config: RunConfig, parts: dict[str, int]) -> str:
+def arithmetic(parts: Mapping[str, int], embedded: EmbeddedConfig, context_tokens: int) -> str:
     """The sum in words: `7.3 GiB = weights, twice 4.4 + ...`, with the keys that change it."""
-    e, total = config.embedded, sum(parts.values())
+    total = sum(parts.values())
     shown = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     return (
-        f"{total / GIB:.1f} GiB = {shown} (embedded.slots {e.slots}, model.context_tokens "
-        f"{config.model.context_tokens}, embedded.micro_batch_tokens {e.micro_batch_tokens})"
+        f"{total / GIB:.1f} GiB = {shown} (embedded.slots {embedded.slots}, model.context_tokens "
+        f"{context_tokens}, embedded.micro_batch_tokens {embedded.micro_batch_tokens})"
     )
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what happened, one JSON object a line, only ever appended; and the same numbers for TensorBoard.
+"""metrics.jsonl: what happened, one JSON object a line, only ever appended.
 
 Every line has `event` (start, step, skip, publish, checkpoint, eval), `step`, `version`, `lineage` and
 `time`. A `start` line says from which step its lineage goes on: lines of later steps that stand before it are
@@ -29,14 +29,8 @@ class MetricsLog:
             self._file.write(b"\n")
 
     def append(self, event: str, *, step: int, version: int, lineage: str, data: Mapping[str, Any]) -> Json:
-        line = {
-            "event": event,
-            "step": step,
-            "version": version,
-            "lineage": lineage,
-            "time": time.time(),
-            **data,
-        }
+        at = {"event": event, "step": step, "version": version, "lineage": lineage, "time": time.time()}
+        line = {**at, **data}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -76,29 +70,11 @@ def best_evaluation(lines: Iterable[Json]) -> Json | None:
 
     def rank(line: Json) -> tuple[float, float]:
         mean = line.get("mean_reward")
-        return _pass_at_1(line) or 0.0, -math.inf if mean is None else mean
+        return pass_at_1(line) or 0.0, -math.inf if mean is None else mean
 
-    known = [line for line in current(lines) if line["event"] == "eval" and _pass_at_1(line) is not None]
+    known = [line for line in current(lines) if line["event"] == "eval" and pass_at_1(line) is not None]
     return max(known, key=rank, default=None)
 
 
-def _pass_at_1(line: Json) -> float | None:
-    return next((p["value"] for p in line["pass"] if p["k"] == 1), None)
-
-
-class Board:
-    """TensorBoard scalars at explicit steps. A resumed run writes a file of its own that supersedes later steps."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
-
-    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+def pass_at_1(evaluation: Json | None, field: str = "value") -> Any:
+    return next((p[field] for p in (evaluation or {}).get("pass", []) if p["k"] == 1), None)

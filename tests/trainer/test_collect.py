@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from leyden.algorithms.batch import build_batch
-from leyden.config import AlgorithmConfig, SamplingConfig
+from leyden.config import AlgorithmConfig, EvalConfig, SamplingConfig
 from leyden.errors import TrainingError
 from leyden.trainer.collect import (
     Progress,
@@ -228,7 +228,7 @@ async def test_evaluation_counts_what_is_missing():
     """T09: three tasks, one lost: n = 3, two rewarded, no NaN; the groups are consumed."""
     endings = [Ending(1.0), INFRASTRUCTURE, NO_CALLS]
     control = ScriptedControl(lambda r: endings[r.slot])
-    result = await evaluate(control, [{"t": i} for i in range(3)], step=4, version=2)
+    result = await evaluate(control, [{"t": i} for i in range(3)], step=4, version=2, settings=EvalConfig())
     assert (result.tasks, result.rollouts, result.rewarded, result.mean_reward) == (3, 3, 2, 0.5)
     assert result.missing == {"infrastructure": 1}
     assert (result.no_calls, result.coverage) == (1, pytest.approx(2 / 3))
@@ -243,10 +243,10 @@ async def test_evaluations_on_one_gateway_do_not_meet():
     control, tasks = ScriptedControl(lambda r: Ending(1.0)), [{"t": 1}, {"t": 2}]
     for chosen in (tasks, tasks, tasks[1:]):
         place = step_of_its_own()
-        result = await evaluate(control, chosen, step=0, version=0, filed_under=place)
+        result = await evaluate(control, chosen, step=0, version=0, settings=EvalConfig(), filed_under=place)
         assert (result.step, result.rewarded) == (0, len(chosen))
         assert NEVER_REACHED <= place < 10**9
-    await evaluate(control, [{"t": 3}], step=0, version=0)
+    await evaluate(control, [{"t": 3}], step=0, version=0, settings=EvalConfig())
     assert len(control.group_list) == 6 and len({g.step for g in control.group_list}) == 4
 
 
@@ -254,7 +254,7 @@ async def test_a_pass_is_what_the_run_file_says():
     """Rewards of 0.5 pass at a threshold of 0.5 and not at 1; their mean is reported either way."""
     for threshold, value in ((1.0, 0.0), (0.5, 1.0)):
         control = ScriptedControl(lambda r: Ending(0.5))
-        result = await evaluate(control, [{"t": 1}], step=0, version=0, pass_threshold=threshold)
+        result = await evaluate(control, [{"t": 1}], step=0, version=0, settings=EvalConfig(pass_threshold=threshold))
         assert (result.estimates[0].value, result.mean_reward, result.pass_threshold) == (value, 0.5, threshold)
         assert str(result).startswith(f"mean reward 0.500, pass@1 {value:.3f} [")
 
@@ -274,12 +274,14 @@ async def test_an_evaluation_that_measured_nothing_says_why():
         (CANCELLED, "no rollout got a reward"),
         (Ending(), None),
     ):
-        result = await evaluate(ScriptedControl(lambda r, e=ending: e), [{}], step=0, version=0)
+        result = await evaluate(ScriptedControl(lambda r, e=ending: e), [{}], step=0, version=0, settings=EvalConfig())
         assert result.nothing_measured == why
 
 
 async def test_evaluation_without_any_reward_says_so():
-    result = await evaluate(ScriptedControl(lambda r: CANCELLED), [{}], step=0, version=0, ks=(1,))
+    result = await evaluate(
+        ScriptedControl(lambda r: CANCELLED), [{}], step=0, version=0, settings=EvalConfig(), ks=(1,)
+    )
     assert result.mean_reward is None
     assert str(result) == "pass@1 no data, 0/1 rewarded (missing: cancelled 1)"
 

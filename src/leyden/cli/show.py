@@ -105,7 +105,7 @@ def step_table(lines: Iterable[Json]) -> TableParts:
             _number(line.get("reward"), ".3f"),
             _number(line.get("pass_rate"), ".2f"),
             f"{line['groups_without_spread']}/{line['groups']}",
-            named(failures(line.get("outcomes") or {}, told=line["excluded"])),
+            named(failures(line.get("outcomes") or {}, without=line["excluded"])),
             named(line["excluded"]),
             str(line["samples"]),
             str(line["trained_tokens"]),
@@ -141,7 +141,7 @@ def evaluation_table(evaluations: Iterable[Json]) -> TableParts:
                     "no data" if p["value"] is None else f"{p['value']:.3f}",
                     "" if p["interval_95"] is None else _interval(p["interval_95"]),
                     named(e["missing"]),
-                    named(failures(e.get("outcomes") or {}, told=e["missing"])),
+                    named(failures(e.get("outcomes") or {}, without=e["missing"])),
                     f"{e['seconds']:.1f}",
                     Path(e["folder"]).name if "folder" in e else "",
                 )

@@ -77,7 +77,7 @@ def step_line(line: Json, steps: int) -> str:
         parts.append(f"reward {line['reward']:.3f}, pass {line['pass_rate']:.2f}")
     if line.get("groups"):
         parts.append(f"groups without spread {line['groups_without_spread']}/{line['groups']}")
-    if failed := failures(line.get("outcomes") or {}, told=line.get("excluded") or {}):
+    if failed := failures(line.get("outcomes") or {}, without=line.get("excluded") or {}):
         parts.append(f"ended {named(failed)}")
     if line.get("excluded"):
         parts.append(f"left out {named(line['excluded'])}")

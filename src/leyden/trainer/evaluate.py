@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from leyden.config import SamplingConfig
+from leyden.config import EvalConfig
 from leyden.trainer.collect import (
     Progress,
     create_groups,
@@ -56,30 +56,17 @@ class EvalResult:
         return self.rewarded / self.rollouts
 
     def as_json(self) -> Json:
-        return {
-            "step": self.step,
-            "version": self.version,
-            "tasks": self.tasks,
-            "samples": self.samples,
-            "rollouts": self.rollouts,
-            "rewarded": self.rewarded,
-            "coverage": self.coverage,
-            "mean_reward": self.mean_reward,
-            "pass_threshold": self.pass_threshold,
-            "pass": [e.as_json() for e in self.estimates],
-            "outcomes": dict(self.outcomes),
-            "first_failures": dict(self.first_failures),
-            "missing": dict(self.missing),
-            "no_calls": self.no_calls,
-            "seconds": round(self.seconds, 3),
-        }
+        known = asdict(self)
+        del known["estimates"]
+        passes = [e.as_json() for e in self.estimates]
+        return known | {"coverage": self.coverage, "pass": passes, "seconds": round(self.seconds, 3)}
 
     def __str__(self) -> str:
         passes = ", ".join(str(e) for e in self.estimates)
         missing = ", ".join(f"{kind} {n}" for kind, n in sorted(self.missing.items()))
         parts = [passes] if self.mean_reward is None else [f"mean reward {self.mean_reward:.3f}", passes]
         parts.append(f"{self.rewarded}/{self.rollouts} rewarded" + (f" (missing: {missing})" if missing else ""))
-        if failed := failures(self.outcomes, told={"no_calls", *self.missing}):
+        if failed := failures(self.outcomes, without={"no_calls", *self.missing}):
             parts.append(f"ended {named(failed)}")
         return ", ".join(parts)
 
@@ -97,31 +84,36 @@ async def evaluate(
     *,
     step: int,
     version: int,
-    samples: int = 1,
+    settings: EvalConfig,
     ks: Sequence[int] = (1,),
-    sampling: SamplingConfig | None = None,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
     max_same_failures: int | None = None,
     filed_under: int | None = None,
-    pass_threshold: float = 1.0,
     on_ended: Callable[[Rollout], None] | None = None,
 ) -> EvalResult:
     """Run the evaluation groups of `step` (those that exist already are not run again) and estimate
     pass@k. With `filed_under`, the gateway knows the groups by that step instead.
     """
     start = time.monotonic()
-    place = step if filed_under is None else filed_under
+    known_as = step if filed_under is None else filed_under
     requests = [
-        group_request("eval", place, i, size=samples, task=task, sampling=sampling) for i, task in enumerate(tasks)
+        group_request("eval", known_as, slot, size=settings.samples, task=task, sampling=settings.sampling)
+        for slot, task in enumerate(tasks)
     ]
     groups = await create_groups(client, requests)
     final = await wait_until_terminal(
         client, groups, on_progress, max_same_failures=max_same_failures, on_ended=on_ended
     )
-    seconds = time.monotonic() - start
     result = score(
-        groups, final, step=step, version=version, ks=ks, seed=seed, seconds=seconds, pass_threshold=pass_threshold
+        groups,
+        final,
+        step=step,
+        version=version,
+        ks=ks,
+        seed=seed,
+        seconds=time.monotonic() - start,
+        pass_threshold=settings.pass_threshold,
     )
     await client.consume([group.group_id for group in groups])
     return result

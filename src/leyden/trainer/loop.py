@@ -250,13 +250,11 @@ class Loop:
             self._data.validation.tasks[: settings.tasks],
             step=at.step,
             version=at.version,
-            samples=settings.samples,
+            settings=settings,
             ks=sorted({1, settings.samples}),
-            sampling=settings.sampling,
             seed=self._config.trainer.seed,
             on_progress=self._progress(f"validation at step {at.step}"),
             max_same_failures=self._config.trainer.max_same_failures,
-            pass_threshold=settings.pass_threshold,
             on_ended=self._first_failures,
         )
         self._append("eval", result.as_json())

@@ -80,9 +80,9 @@ def first_failures(rollouts: Iterable[Rollout]) -> dict[str, Json]:
     return found
 
 
-def failures(counts: Mapping[str, int], *, told: Container[str] = ()) -> dict[str, int]:
-    """The kinds of ends that are not COMPLETED; those that are `told` elsewhere are left out."""
-    return {kind: n for kind, n in counts.items() if kind != COMPLETED and kind not in told and n}
+def failures(counts: Mapping[str, int], *, without: Container[str] = ()) -> dict[str, int]:
+    """The kinds of ends that are not COMPLETED, without those that the caller shows elsewhere."""
+    return {kind: n for kind, n in counts.items() if kind != COMPLETED and kind not in without and n}
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,9 +272,9 @@ class KubernetesConfig(Section):
 
     `gateway_url` is the gateway as pods reach it. `files` (relative to the run file) lie in the pod's `config_dir`.
     `template` is a Jinja template of a Job; `resources` goes into the default one. Of a harness that is killed the
-    workspace is saved within `save_s`; `image_wait_s` bounds the tries to pull an image; the cluster itself ends an
-    attempt that was held up for more than `pause_allowance_s` in all. Credentials: `kubeconfig` and `context`, else
-    KUBECONFIG, else the pod's own service account.
+    workspace is saved within `save_s`; `image_wait_s` bounds the tries to pull an image; the controller ends attempts;
+    where none runs, the cluster does, and allows for `pause_allowance_s` of held time. Credentials: `kubeconfig` and
+    `context`, else KUBECONFIG, else the pod's own service account.
     """
 
     image: str | None = None
@@ -291,7 +291,7 @@ class KubernetesConfig(Section):
     image_wait_s: PositiveSeconds = 60
     save_s: PositiveInt = 60
     ttl_s: Annotated[int, Field(ge=300)] = 3600
-    pause_allowance_s: PositiveSeconds = 3600
+    pause_allowance_s: PositiveSeconds = 7 * 24 * 3600
     log_lines: PositiveInt = 1000
 
     @field_validator("files")

@@ -404,6 +404,15 @@ async def test_a_container_that_lives_on_is_ended_once_the_workspace_is_saved(
         assert found.phase is Phase.EXITED and found.exit is not None and found.exit.clean
 
 
+def test_the_cluster_ends_no_harness_for_time_that_it_was_held(config: Config, cluster: FakeCluster) -> None:
+    """A weekend, or what the run file says. The controller's clock, which counts held time, ends attempts."""
+    made = settings(config, cluster, harness={"timeout_s": 1800})
+    weekend_s = 3 * 24 * 3600
+    assert program(made).deadline_s > made.controller.start_timeout_s + 1800 + weekend_s
+    short = settings(config, cluster, harness={"timeout_s": 1800}, kubernetes={"pause_allowance_s": 60})
+    assert program(short).deadline_s == 600 + 1800 + 60 + 60 + 1
+
+
 async def test_a_log_that_cannot_be_kept_holds_no_end_back(config: Config, cluster: FakeCluster) -> None:
     made = settings(config, cluster)
     async with opened(made) as (backend, told):

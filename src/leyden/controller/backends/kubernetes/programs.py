@@ -126,7 +126,8 @@ class Programs:
         return found
 
     def _deadline_s(self, timeout_s: float) -> int:
-        """The cluster's own limit: behind the controller's, which knows how long a harness was held."""
+        """The cluster's own limit, the last net where no controller runs: it does not know how long a harness was held,
+        so it lies far behind the controller's."""
         kubernetes, start_s = self.config.kubernetes, self.config.controller.start_timeout_s
         return int(start_s + timeout_s + kubernetes.pause_allowance_s + kubernetes.save_s) + 1
 

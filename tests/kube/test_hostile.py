@@ -19,6 +19,8 @@ GRADER = f"grep -q right-answer $LEYDEN_TASK && {{ test -f score || echo {UNTOUC
 NEST = "i=0; while [ $i -lt 1500 ]; do mkdir d; cd d; i=$((i+1)); done"
 KILL = 'for p in /proc/[0-9]*; do grep -q "keeper[.]py" $p/cmdline && kill -9 ${p#/proc/}; done'
 
+STOP = KILL.replace("kill -9", "kill -STOP")
+
 
 @pytest.mark.parametrize(
     ("script", "end"),
@@ -33,6 +35,8 @@ KILL = 'for p in /proc/[0-9]*; do grep -q "keeper[.]py" $p/cmdline && kill -9 ${
         ("head -c 3000000 /dev/zero > big", (FAILED, AGENT, UNTOUCHED, 1)),
         ("i=0; while [ $i -lt 3000 ]; do echo x > f$i; i=$((i+1)); done", (FAILED, AGENT, UNTOUCHED, 1)),
         (f"{KILL}; true", (FAILED, AGENT, UNTOUCHED, 1)),
+        (f"{STOP}; true", (FAILED, AGENT, UNTOUCHED, 1)),
+        (f"{STOP}; {FOREVER}", (FAILED, AGENT, UNTOUCHED, 1)),
         (f"trap '' TERM HUP INT; while :; do {FOREVER}; done", (FAILED, AGENT, 0.5, 1)),
     ],
     ids=[
@@ -43,6 +47,8 @@ KILL = 'for p in /proc/[0-9]*; do grep -q "keeper[.]py" $p/cmdline && kill -9 ${
         "too large",
         "too many files",
         "the keeper killed",
+        "the keeper stopped",
+        "the keeper stopped until the time-out",
         "deaf to SIGTERM",
     ],
 )

@@ -404,6 +404,29 @@ async def test_a_container_that_lives_on_is_ended_once_the_workspace_is_saved(
         assert found.phase is Phase.EXITED and found.exit is not None and found.exit.clean
 
 
+@pytest.mark.parametrize(("said", "killed"), [("", "limit"), ("the harness is gone\n", None)])
+async def test_what_a_keeper_that_hangs_has_printed_says_whose_fault_it_is(
+    config: Config, cluster: FakeCluster, said: str, killed: str | None
+) -> None:
+    """Its pod is ended once the end is told, and the next controller reads the same from the Job."""
+    made = settings(config, cluster)
+    async with opened(made) as (backend, told):
+        await backend.start_harness(claim())
+        (job,) = cluster.all("jobs")
+        name = job["metadata"]["name"]
+        cluster.logs[f"{name}-pod"] = said
+        harness, keeper = SAVED["containerStatuses"]
+        hangs = keeper | {"state": {"running": {"startedAt": "2026-11-30T10:00:00Z"}}}
+        await cluster.pod(job, {"phase": "Running", "containerStatuses": [harness, hangs]})
+        ended = await told.end()
+        assert (ended.killed, ended.error is None) == (killed, killed is not None)
+        await cluster.until(lambda: cluster.things["jobs", name]["spec"]["activeDeadlineSeconds"] == 1)
+    await cluster.remove("pods", f"{name}-pod")
+    async with opened(made) as (backend, _):
+        found = backend.find(claim().rollout)
+        assert found.exit is not None and (found.exit.killed, found.exit.error) == (killed, ended.error)
+
+
 def test_the_cluster_ends_no_harness_for_time_that_it_was_held(config: Config, cluster: FakeCluster) -> None:
     """A weekend, or what the run file says. The controller's clock, which counts held time, ends attempts."""
     made = settings(config, cluster, harness={"timeout_s": 1800})

@@ -245,7 +245,7 @@ def test_an_end_that_was_noted_on_the_job_stays() -> None:
         ({"exitCode": 137, "reason": "OOMKilled"}, None, True),
         ({"exitCode": 0, "signal": 9}, None, True),
         ({"exitCode": 143, "reason": "Error"}, "08:12:00", True),
-        ({"exitCode": 137, "reason": "Error"}, "08:11:31", False),
+        ({"exitCode": 137, "reason": "Error", "message": "the harness is gone\n"}, "08:11:31", False),
         ({"exitCode": 137, "reason": "ContainerStatusUnknown"}, None, False),
         ({"exitCode": 1, "reason": "Error", "message": "keep: no answer"}, None, False),
     ],
@@ -263,6 +263,52 @@ def test_an_agent_that_kills_the_keeper_is_graded(done: dict[str, Any], deleted:
     assert isinstance(found, Ended)
     assert ((found.exit.killed, found.exit.error) == ("limit", None)) == agents
     assert ("was killed" in str(found.exit.note)) == agents
+
+
+STOPPED = "the workspace was not saved: what saves it was stopped"
+
+
+@pytest.mark.parametrize(
+    ("said", "note", "killed"),
+    [
+        ("", STOPPED, "limit"),
+        ("the harness is gone\npacked 3 entries", "the workspace was not saved within 120 s", None),
+        (None, "the workspace was not saved within 120 s", None),
+    ],
+)
+def test_an_agent_that_stops_the_keeper_is_graded(said: str | None, note: str, killed: str | None) -> None:
+    """A keeper that runs says at once that the harness is gone, however long it hands in what it left. Of one that
+    could not be asked nothing is said, and the agent is not blamed."""
+    what = seen("saving", said=said)
+    assert judge(what, "08:13:28") == Saving(own(5, "08:11:29", "08:11:29"))
+    assert judge(what, "08:13:29") == Ended(replace(own(5, "08:11:29", "08:11:29", note=note), killed=killed))
+
+
+def test_a_keeper_that_hangs_in_a_pod_that_is_evicted_is_not_the_agent_s() -> None:
+    what = seen("saving", said="")
+    what.pods[0]["status"] |= {"reason": "Evicted", "message": "The node was low on resource: memory"}
+    found = judge(what, "08:13:29")
+    assert isinstance(found, Ended) and found.exit.killed is None
+
+
+@pytest.mark.parametrize(
+    ("message", "grace_s", "note"),
+    [
+        ("", 60, STOPPED),
+        ("the harness is gone\npacked 3 entries\n", 60, None),
+        ("", 1, None),
+    ],
+    ids=["stopped", "slow", "less time than the pod was made with"],
+)
+def test_a_keeper_that_its_pod_s_end_did_not_wake_was_stopped(message: str, grace_s: int, note: str | None) -> None:
+    """As that of a harness which stops it and runs into its time-out."""
+    what = seen("saved")
+    keeper_of(what).update(exitCode=137, reason="Error", finishedAt="2026-11-30T08:12:30Z", message=message)
+    what.pods[0]["metadata"] |= {"deletionTimestamp": "2026-11-30T08:12:30Z", "deletionGracePeriodSeconds": grace_s}
+    what.pods[0]["spec"]["terminationGracePeriodSeconds"] = 60
+    found = judge(what, "08:12:31")
+    assert isinstance(found, Ended) and not found.saved
+    assert (found.exit.killed, found.exit.note) == (("limit", note) if note else (None, found.exit.note))
 
 
 def test_a_workspace_that_was_saved_before_the_harness_started_is_none() -> None:

@@ -42,12 +42,14 @@ from leyden.controller.backends.kubernetes.objects import Object, unix_time
 from leyden.controller.backends.kubernetes.programs import Programs, pods, redacted
 from leyden.controller.backends.kubernetes.rate import MINUTE_S, CreationRate
 from leyden.controller.backends.kubernetes.verdict import (
+    KEEPER,
     Ended,
     Patience,
     Pending,
     Running,
     Saving,
     Verdict,
+    keeper_hangs,
     lingers,
     note_of,
     verdict,
@@ -289,6 +291,7 @@ class KubernetesBackend:
             jobs, _ = await self._api.list_all(JOBS, labels=labels)
             found, _ = await self._api.list_all(PODS, labels=labels)
             self._ledger.read(job_id, jobs, found, time.time())
+            await self._hear_keeper(job_id)
         except ClusterUnavailable:
             raise
         except ClusterError as error:
@@ -302,6 +305,19 @@ class KubernetesBackend:
             return
         self._mine[job_id] = now
         await self._conclude(job_id, now)
+
+    async def _hear_keeper(self, job_id: str) -> None:
+        """Read what a keeper that hangs has printed: one that its harness stopped has not said that it is gone."""
+        pod = self._ledger.pod(job_id)
+        if pod is None or not keeper_hangs(pod):
+            return
+        try:
+            said = await self._api.log(pod["metadata"]["name"], KEEPER, tail_lines=100, limit_bytes=MOST_LOG_BYTES)
+        except ClusterError as error:
+            log.warning("%s: what its keeper printed could not be read: %s", job_id, error)
+            return
+        if not said.startswith(NO_LOG):
+            self._ledger.hear(job_id, said)
 
     def _by_own_clock(self, job_id: str, started: float) -> float:
         """When a program started. Its node says when; but not before its pod was seen to wait, and not in the future:

@@ -46,6 +46,7 @@ MOST_PATH_BYTES = 3900
 LATEST_S = 2**33
 STARTED = "started"
 STARTED_AT = "/leyden/started"
+GONE = "the harness is gone"
 POLL_S = 0.05
 READY_S = 60.0
 WATCHING, LAST_PID = "watching", "last-pid"
@@ -304,7 +305,7 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
         raise KeeperError("the pod needs shareProcessNamespace: true")
     if not Watch("/proc", VOLUME, asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
-    print("the harness is gone", flush=True)
+    print(GONE, flush=True)
     try:
         packed = pack(workspace, archive, most_bytes)
     except (MemoryError, RecursionError, ValueError, tarfile.TarError) as error:

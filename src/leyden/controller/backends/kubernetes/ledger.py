@@ -32,6 +32,7 @@ class Ledger:
         self._job_of: dict[str, str] = {}
         self._deleted: set[str] = set()
         self._killed: dict[str, tuple[str, float]] = {}
+        self._said: dict[str, str] = {}
 
     def absorb(self, change: Change, now: float) -> str | None:
         """Take in a change. Answers the id of the job that it is about, if that is known."""
@@ -91,11 +92,15 @@ class Ledger:
         gone = frozenset(self._gone.get(job_id, ()))
         expected = job is None and job_id not in self._deleted
         changed, killed = self._changed.get(job_id, 0.0), self._killed.get(job_id)
-        return Seen(job, tuple(pods.values()), warnings, gone, changed, expected, killed)
+        return Seen(job, tuple(pods.values()), warnings, gone, changed, expected, killed, self._said.get(job_id))
 
     def kill(self, job_id: str, reason: str, now: float) -> None:
         """Note that this controller ends a Job."""
         self._killed[job_id] = reason, now
+
+    def hear(self, job_id: str, said: str) -> None:
+        """Note what the keeper has printed."""
+        self._said[job_id] = said
 
     def is_gone(self, job_id: str) -> bool:
         """Whether neither the Job nor a pod of it exists."""
@@ -110,6 +115,7 @@ class Ledger:
         self._pod_changed.pop(job_id, None)
         self._deleted.discard(job_id)
         self._killed.pop(job_id, None)
+        self._said.pop(job_id, None)
 
     def _absorb_job(self, job_id: str, job: Object, *, deleted: bool) -> None:
         known = self._jobs.get(job_id)

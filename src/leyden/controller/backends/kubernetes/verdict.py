@@ -10,7 +10,8 @@ all. An attempt runs once: its first pod counts, and what the Job controller wou
 
 What came after the harness's own end changes nothing about it, as long as its workspace was saved: neither what became
 of its pod, nor containers of the template that run on. A workspace that was not saved is the agent's own doing where it
-is too large, or where the keeper was killed while nobody else was ending the pod.
+is too large, or where the keeper was killed while nobody else was ending the pod, or stopped: it says at once that the
+harness is gone, and only the harness can keep it from that.
 
 Jobs and pods are told of apart, so an end that rests on what was not seen is not `certain`: it is told once the API
 server was asked and it still holds.
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 
-from leyden.controller.backends.kubernetes.keeper import TOO_LARGE
+from leyden.controller.backends.kubernetes.keeper import GONE, TOO_LARGE
 from leyden.controller.backends.kubernetes.objects import (
     Object,
     age_of,
@@ -51,6 +52,7 @@ KILLED = "leyden/killed"
 # On the Job: how the harness ended, where its pod was ended afterwards because other containers ran on.
 ENDED = "leyden/ended"
 LONGEST_MESSAGE = 1000
+_STOPPED = "the workspace was not saved: what saves it was stopped"
 
 _NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
@@ -70,7 +72,7 @@ class Seen:
 
     `job` is None once it is deleted, and while it is only `expected`: a pod may be seen before its Job. `changed` is
     when one of the objects last changed. `killed` is why and when this controller ended it, which the Job may not say
-    yet while its pod is on its way out already.
+    yet while its pod is on its way out already. `said` is what a keeper that hangs has printed.
     """
 
     job: Object | None
@@ -80,6 +82,7 @@ class Seen:
     changed: float = 0.0
     expected: bool = False
     killed: tuple[str, float] | None = None
+    said: str | None = None
 
     @property
     def deleting(self) -> bool:
@@ -169,7 +172,8 @@ def _after_harness(
         exit_ = Exit(None, None, started, ended, killed=reason)
     elif reason:
         exit_ = _taken_away(pod, reason, started, ended)
-    unsaved = _unsaved_by_the_agent(pod)
+    overdue = now >= ended + patience.save_s
+    unsaved = _unsaved_by_the_agent(pod, seen.said if overdue else None)
     if exit_.error is None and exit_.killed in OWN_ENDS and unsaved:
         exit_ = replace(exit_, killed=OVER_LIMIT, note=unsaved)
     saved = _saved(pod) and not (reason is None and unix_time(_keeper(pod).get("finishedAt")) < started)
@@ -179,14 +183,14 @@ def _after_harness(
         why = None if saved or exit_.error else _keeper_failed(pod) or _disruption(pod)
         certain = exit_.error is None and (bool(kept) or not container_of(pod, {KEEPER}))
         return Ended(replace(exit_, note=exit_.note or why), saved, certain)
-    if now < ended + patience.save_s:
+    if not overdue:
         return Saving(exit_)
     return Ended(replace(exit_, note=exit_.note or f"the workspace was not saved within {patience.save_s:g} s"))
 
 
 def lingers(pod: Object) -> bool:
-    """Whether containers of the template still run although the harness has ended."""
-    others = [c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] not in MAIN | {KEEPER}]
+    """Whether containers still run although the end of the harness was told: the template's, or a keeper given up."""
+    others = [c for c in pod.get("status", {}).get("containerStatuses", ()) if c["name"] not in MAIN]
     return "deletionTimestamp" not in pod["metadata"] and any("running" in c.get("state", {}) for c in others)
 
 
@@ -360,9 +364,19 @@ def _disrupted_at(seen: Seen, pod: Object) -> float:
     return min(told, default=0.0)
 
 
-def _unsaved_by_the_agent(pod: Object) -> str | None:
-    """Why the workspace was not saved, where that is the agent's doing: it left too much, or it killed the keeper,
-    which ends by itself when asked to, and which a node kills only once the pod's time to end is over."""
+def keeper_hangs(pod: Object) -> bool:
+    """Whether the keeper still runs although the harness has ended."""
+    return "running" in container_of(pod, {KEEPER}).get("state", {}) and bool(
+        container_of(pod, MAIN).get("state", {}).get("terminated")
+    )
+
+
+def _unsaved_by_the_agent(pod: Object, said: str | None) -> str | None:
+    """Why the workspace was not saved, where that is the agent's doing: it left too much, or it killed or stopped the
+    keeper, which ends by itself when asked to, and which a node kills only once the pod's time to end is over. `said`
+    is what a keeper has printed that should have ended by now."""
+    if said is not None and GONE not in said and keeper_hangs(pod) and not _disruption(pod):
+        return _STOPPED
     done = _keeper(pod)
     code = done.get("exitCode")
     if code == TOO_LARGE:
@@ -371,8 +385,14 @@ def _unsaved_by_the_agent(pod: Object) -> str | None:
     if not killed or done.get("reason") == "ContainerStatusUnknown" or _disruption(pod):
         return None
     if unix_time(done.get("finishedAt")) >= deletion_due(pod) - 1:
-        return None
+        return _STOPPED if GONE not in (done.get("message") or "") and _had_its_time(pod) else None
     return f"the workspace was not saved: what saves it was killed ({done.get('reason')}, exit {code})"
+
+
+def _had_its_time(pod: Object) -> bool:
+    """Whether a deleted pod had the whole time to end that it was made with; who deletes it may give less."""
+    given = pod["metadata"].get("deletionGracePeriodSeconds") or 0
+    return bool(given >= pod["spec"].get("terminationGracePeriodSeconds", 30))
 
 
 def _deleted(seen: Seen, pod: Object) -> str:

@@ -186,11 +186,6 @@ class KubernetesApi:
         with contextlib.suppress(ObjectMissing, ObjectExists):
             await self._json("DELETE", self._path(JOBS, name), body=body)
 
-    async def delete_pod(self, name: str, *, grace_s: int | None = None) -> None:
-        body = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
-        with contextlib.suppress(ObjectMissing):
-            await self._json("DELETE", self._path(PODS, name), body=body)
-
     async def list_all(self, kind: Kind, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
         """All objects that match, page by page, and the resource version to watch from."""
         items: list[Object] = []

@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from leyden import extras
-from leyden.client.records import Rollout
 from leyden.doctor import access
 from leyden.doctor.chat_template import read_chat_template
 from leyden.doctor.checkup import Checkup
@@ -25,6 +24,7 @@ from leyden.doctor.findings import Finding, Level, problem
 from leyden.doctor.model import COMMAND, TOOL, check_renderer, check_template, round_trip
 from leyden.doctor.rehearsal import Refused, Rehearsed, advice_for, judge_grader, judge_harness, judge_wishes
 from leyden.gateway.render import ModelRenderer
+from leyden.records import Rollout
 from leyden.run_file import load
 from leyden.types import RolloutState
 from tests.gateway.conftest import SECRET, make_config, serving

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.client.records import Rollout
 from leyden.controller.board import Board
+from leyden.records import Rollout
 
 
 def rollout(change: int, state: str, **more: Any) -> Rollout:

@@ -234,7 +234,7 @@ async def test_a_malformed_answer_to_the_first_probe_takes_out_that_engine_alone
         for _ in range(6):
             await one_call(gateway)
         assert (len(bad.asked), len(good.asked)) == (0, 6)
-        (model,) = (await gateway.client._json("GET", "/api/models"))["models"]
-        assert bad.url in model["engine_states"][0]["problem"]
+        (model,) = await gateway.client.models()
+        assert bad.url in model.engine_states[0].problem
         bad.probe_answer = None
         await until_works(gateway, True, True)

@@ -186,8 +186,8 @@ async def pair(
 
 
 async def works(gateway: Gateway) -> list[bool]:
-    (model,) = (await gateway.client._json("GET", "/api/models"))["models"]
-    return [state["works"] for state in model["engine_states"]]
+    (model,) = await gateway.client.models()
+    return [state.works for state in model.engine_states]
 
 
 async def until_works(gateway: Gateway, *wanted: bool) -> None:

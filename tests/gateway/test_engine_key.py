@@ -55,7 +55,7 @@ async def test_a_key_that_is_refused_is_told_without_the_key(
         config = config_for(tmp_path, tokenizer_path, fake, engine=settings | {"api_key_env": "ENGINE_KEY"})
         async with serving(config, renderer, engine_key=KEY) as gateway:
             status, message, reason = await refusal(gateway)
-            told = json.dumps([await gateway.client._json("GET", "/api/models"), message, reason])
+            told = repr([await gateway.client.models(), message, reason])
     assert status in (400, 401)
     assert "no such key: Bearer [key]" in told
     assert KEY not in told + caplog.text

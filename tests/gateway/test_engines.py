@@ -165,9 +165,9 @@ async def test_an_engine_that_cannot_serve_is_named_with_the_option_to_set(
         assert (status, needed in message) == (400, True)
         assert reason is not None
         assert needed in reason
-        (model,) = (await gateway.client._json("GET", "/api/models"))["models"]
-        (state,) = model["engine_states"]
-        assert (state["url"], state["works"], needed in state["problem"]) == (vllm.url, False, True)
+        (model,) = await gateway.client.models()
+        (state,) = model.engine_states
+        assert (state.url, state.works, needed in state.problem) == (vllm.url, False, True)
     assert vllm.asked == []
 
 

@@ -27,10 +27,10 @@ from starlette.applications import Starlette
 
 from leyden import run_file
 from leyden.client import ControlClient, control_key
-from leyden.client.records import Rollout
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
 from leyden.gateway.app import build
 from leyden.gateway.render import ModelRenderer
+from leyden.records import Rollout
 from tests.gateway.conftest import ScriptedEngine
 from tests.kube.cluster import Cluster
 

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from leyden.client import ControlClient, control_key
-from leyden.client.records import Rollout
 from leyden.controller.backends.kubernetes.api import KubernetesApi
 from leyden.doctor.cluster import RIGHTS
+from leyden.records import Rollout
 from tests.deploy.manifests import DEPLOY, Object, objects, one, pods
 from tests.gateway.fake_vllm import FakeVllm, listening
 from tests.kube.accounts import kubeconfig_of

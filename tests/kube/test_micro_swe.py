@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from leyden.controller.backends.kubernetes.api import JOBS, SECRETS, KubernetesApi
+from leyden.records import Model, Rollout
 from leyden.store import Store
 from leyden.trainer.metrics_log import read_metrics
 from leyden.types import TERMINAL, RolloutState, Turn
@@ -117,16 +117,16 @@ async def test_one_step_of_training(
     rollouts, turns, model = recorded(run_dir)
     assert len(rollouts) == GROUPS * SIZE
     for rollout in rollouts:
-        assert rollout["state"] in (RolloutState.SUCCEEDED, RolloutState.FAILED), rollout
-        assert rollout["reward"] == graded_here(run_dir, rollout), rollout
-    attempts = {f"{r['rollout_id']}.{n}" for r in rollouts for n in range(1, r["attempt"] + 1)}
+        assert rollout.state in (RolloutState.SUCCEEDED, RolloutState.FAILED), rollout
+        assert rollout.reward == graded_here(run_dir, rollout), rollout
+    attempts = {f"{r.rollout_id}.{n}" for r in rollouts for n in range(1, r.attempt + 1)}
     jobs = [c.object for c in observer.last.values() if c.kind == JOBS and c.object]
     made = Counter(job["metadata"]["labels"]["leyden/job"] for job in jobs)
     assert {job: n for job, n in made.items() if ".grade" not in job} == dict.fromkeys(attempts, 1)
-    assert {f"{r['rollout_id']}.{r['attempt']}.grade1" for r in rollouts} <= set(made)
+    assert {f"{r.rollout_id}.{r.attempt}.grade1" for r in rollouts} <= set(made)
     assert {c["image"] for job in jobs for c in job["spec"]["template"]["spec"]["containers"]} == {agent_image}
 
-    assert {t.rollout_id for t in turns} == {r["rollout_id"] for r in rollouts}
+    assert {t.rollout_id for t in turns} == {r.rollout_id for r in rollouts}
     for turn in turns:
         assert turn.logprobs_T is not None and len(turn.logprobs_T) == len(turn.sampled_T) > 0
         assert [span.version for span in turn.spans] == [0]
@@ -142,7 +142,7 @@ async def test_one_step_of_training(
     step = lines[2]
     assert (step["rollouts"], step["excluded"], step["turns"]) == (len(rollouts), {}, len(turns))
     assert step["max_logprob_diff"] < 1e-3
-    assert model["version"] == 1
+    assert model.version == 1
     before, after = load_file(EXAMPLE / "base/model.safetensors"), load_file(weights_of(run_dir))
     assert any((before[name] != after[name]).any() for name in before)
 
@@ -152,23 +152,23 @@ async def test_one_step_of_training(
             await asyncio.sleep(0.2)
 
 
-def recorded(run_dir: Path) -> tuple[list[dict[str, Any]], list[Turn], dict[str, Any]]:
+def recorded(run_dir: Path) -> tuple[list[Rollout], list[Turn], Model]:
     """Rollouts that have ended, their turns, and the model, as the gateway left them."""
     store = Store(run_dir / "store.sqlite")
     try:
         rollouts = store.rollouts.after(0, sorted(TERMINAL), 1000)
-        turns = list(store.turns.of_rollouts([r["rollout_id"] for r in rollouts]))
+        turns = list(store.turns.of_rollouts([r.rollout_id for r in rollouts]))
         return rollouts, turns, store.models()["micro"]
     finally:
         store.close()
 
 
-def graded_here(run_dir: Path, rollout: dict[str, Any]) -> float:
+def graded_here(run_dir: Path, rollout: Rollout) -> float:
     """The reward that what the harness left earns outside of the cluster."""
-    attempt = run_dir / "attempts" / rollout["rollout_id"] / str(rollout["attempt"])
+    attempt = run_dir / "attempts" / rollout.rollout_id / str(rollout.attempt)
     with tarfile.open(attempt / "workspace.tar.gz") as archive:
         archive.extractall(attempt / "workspace", filter="data")
-    return grade.grade(rollout["task"], attempt / "workspace")
+    return grade.grade(rollout.task, attempt / "workspace")
 
 
 def written(path: Path) -> str:

@@ -152,7 +152,7 @@ def test_a_store_that_was_about_to_be_made_is_made(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     path.touch()
     Store(path).close()
-    assert Store(path).rollouts.groups() == []
+    assert Store(path).rollouts.groups() == ()
 
 
 def test_a_large_store_is_checked_for_a_while_only(

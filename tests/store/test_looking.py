@@ -27,7 +27,7 @@ def seen(path: Path) -> list[tuple[str, str, int]]:
     with looking(path) as connection:
         turns = Turns(connection)
         rows = Rollouts(connection, lambda: None).after(0, ["queued", "running"], 10)
-        return [(r["rollout_id"], r["state"], len(list(turns.of_rollouts([r["rollout_id"]])))) for r in rows]
+        return [(r.rollout_id, r.state, len(list(turns.of_rollouts([r.rollout_id])))) for r in rows]
 
 
 @pytest.fixture(params=["run", "a # b ? c % d"])

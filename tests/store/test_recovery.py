@@ -8,8 +8,9 @@ import pytest
 
 from leyden.errors import Unauthorized
 from leyden.protocols import ChatRequest
+from leyden.records import Recovery
 from leyden.store import Store
-from leyden.types import FinishReason, Generation, Json, VersionSpan
+from leyden.types import FinishReason, Generation, VersionSpan
 
 STEP, VERSION = 10, 7
 REQUEST = ChatRequest("m")
@@ -23,7 +24,7 @@ def store(tmp_path: Path) -> Store:
 def group(store: Store, kind: str, step: int) -> str:
     """Its id; the one rollout is queued."""
     spec = {"kind": kind, "step": step, "slot": 0, "size": 1, "task": {}}
-    return str(store.rollouts.create_groups([spec])[0]["group_id"])
+    return str(store.rollouts.create_groups([spec])[0].group_id)
 
 
 def member(group_id: str) -> str:
@@ -60,9 +61,8 @@ STAGES = ("queued", "running", "sampled", "queued again", "finished", "consumed"
 
 
 def state(store: Store, group_id: str) -> tuple[str, str]:
-    (found,) = [g for g in store.rollouts.groups() if g["group_id"] == group_id]
-    rollout: Json = found["rollouts"][0]
-    return found["state"], rollout["state"]
+    (found,) = [g for g in store.rollouts.groups() if g.group_id == group_id]
+    return found.state, found.rollouts[0].state
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -73,9 +73,8 @@ def test_what_the_checkpoint_s_weights_sample_for_now_is_used_again(
     group_id = group(store, kind, step)
     bring(store, member(group_id), stage, VERSION)
     before = state(store, group_id)[1]
-    discarded, reopened = store.rollouts.recover(STEP, VERSION)
-    assert discarded == []
-    assert reopened == ([group_id] if (stage, kind) == ("consumed", "train") else [])
+    reopened = (group_id,) if (stage, kind) == ("consumed", "train") else ()
+    assert store.rollouts.recover(STEP, VERSION) == Recovery((), reopened)
     expected = "consumed" if (stage, kind) == ("consumed", "eval") else "active"
     assert state(store, group_id) == (expected, before)
 
@@ -89,7 +88,7 @@ def test_groups_of_later_steps_are_gone_whatever_they_hold(
     group_id = group(store, kind, step)
     bring(store, member(group_id), stage, version)
     ended = state(store, group_id)[1] == "succeeded"
-    assert store.rollouts.recover(STEP, VERSION) == ([group_id], [])
+    assert store.rollouts.recover(STEP, VERSION) == Recovery((group_id,), ())
     assert state(store, group_id) == ("discarded", "succeeded" if ended else "cancelled")
     assert group(store, kind, step) == f"{group_id}-r1"
 
@@ -98,7 +97,7 @@ def test_groups_of_later_steps_are_gone_whatever_they_hold(
 def test_a_token_of_later_weights_discards_a_group(store: Store, kind: str, step: int) -> None:
     group_id = group(store, kind, step)
     bring(store, member(group_id), "finished", VERSION + 1)
-    assert store.rollouts.recover(STEP, VERSION) == ([group_id], [])
+    assert store.rollouts.recover(STEP, VERSION) == Recovery((group_id,), ())
 
 
 def test_a_harness_of_a_discarded_group_cannot_sample_any_more(store: Store) -> None:
@@ -113,5 +112,5 @@ def test_what_is_finished_stays_finished(store: Store) -> None:
     earlier = [group(store, "train", 10), group(store, "eval", 5)]
     for group_id in earlier:
         bring(store, member(group_id), "consumed", VERSION - 1)
-    assert store.rollouts.recover(STEP, VERSION) == ([], [])
+    assert store.rollouts.recover(STEP, VERSION) == Recovery((), ())
     assert [state(store, group_id) for group_id in earlier] == [("consumed", "succeeded")] * 2

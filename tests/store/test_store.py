@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
 def running(store: Store, slot: int = 0) -> str:
     spec = {"kind": "train", "step": 1, "slot": slot, "size": 1, "task": {}}
     (group,) = store.rollouts.create_groups([spec])
-    rollout_id: str = group["rollouts"][0]["rollout_id"]
+    rollout_id: str = group.rollouts[0].rollout_id
     store.rollouts.claim(rollout_id, "c")
     return rollout_id
 
@@ -50,7 +50,7 @@ def test_a_turn_comes_back_as_it_was(store: Store) -> None:
     assert (turn.spans, turn.finish_reason) == (ANSWER.spans, FinishReason.STOP)
     assert (stored.request_key, stored.node) == (b"key", {"n": 1})
     rollout = store.rollouts.get(rollout_id)
-    assert (rollout["turns"], rollout["sampled_tokens"], rollout["min_version"], rollout["max_version"]) == (1, 2, 7, 8)
+    assert (rollout.turns, rollout.sampled_tokens, rollout.min_version, rollout.max_version) == (1, 2, 7, 8)
 
 
 def test_packing_is_exact_and_little_endian() -> None:
@@ -77,7 +77,7 @@ def test_retries_wait_twice_as_long_each_time(store: Store, monkeypatch: pytest.
     waits = []
     for attempt in range(1, 10):
         after = store.rollouts.infrastructure(rollout_id, attempt, "evicted", max_attempts=99, backoff_s=1.0)
-        waits.append(after["retry_at"] - 1000.0)
+        waits.append(after.retry_at - 1000.0)
         store.rollouts.claim(rollout_id, "c")
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
@@ -92,14 +92,14 @@ def test_an_attempt_is_taken_over_only_when_its_controller_s_lease_has_ended(
     now = time.time()
     monkeypatch.setattr("leyden.store.rollouts.time.time", lambda: now + LEASE_S + 1)
     monkeypatch.setattr("leyden.store.controllers.time.time", lambda: now + LEASE_S + 1)
-    assert [(c["controller"], c["alive"]) for c in store.controllers.listing()] == [("c", False)]
+    assert [(c.controller, c.alive) for c in store.controllers.listing()] == [("c", False)]
     before = store.rollouts.cursor()
-    assert store.rollouts.take_over(rollout_id, 1, "d")["controller"] == "d"
+    assert store.rollouts.take_over(rollout_id, 1, "d").controller == "d"
     assert store.rollouts.cursor() == before + 1
     with pytest.raises(Conflict):
         store.rollouts.take_over(rollout_id, 2, "e")
     store.controllers.renew_all()
-    assert store.controllers.listing()[0]["alive"] is True
+    assert store.controllers.listing()[0].alive is True
 
 
 def test_a_turn_that_outlives_its_attempt_is_not_committed(store: Store) -> None:
@@ -116,7 +116,7 @@ def test_a_retry_starts_with_an_empty_record(store: Store) -> None:
     rollout_id = running(store)
     commit(store, rollout_id)
     store.rollouts.infrastructure(rollout_id, 1, "evicted", max_attempts=3)
-    assert store.rollouts.get(rollout_id)["state"] == "queued"
+    assert store.rollouts.get(rollout_id).state == "queued"
     store.rollouts.claim(rollout_id, "c")
     assert list(store.turns.of_rollouts([rollout_id])) == []
     second = commit(store, rollout_id, attempt=2)
@@ -142,7 +142,7 @@ def test_every_change_moves_the_cursor(store: Store) -> None:
     store.rollouts.finish(rollout_id, 1, None)
     seen.append(store.rollouts.cursor())
     assert seen == sorted(set(seen))
-    assert [r["change"] for r in store.rollouts.after(0, ["succeeded"], 10)] == [seen[-1]]
+    assert [r.change for r in store.rollouts.after(0, ["succeeded"], 10)] == [seen[-1]]
 
 
 def test_a_rolled_back_change_leaves_nothing(store: Store) -> None:
@@ -178,13 +178,13 @@ def test_a_rollout_whose_calls_end_the_gateway_is_not_run_for_ever(store: Store)
     """One beside it, which had no call open, is run on."""
     suspect, other = running(store), running(store, slot=1)
     for attempt in range(1, MOST_OUTAGES + 1):
-        assert store.rollouts.get(suspect)["attempt"] == attempt
+        assert store.rollouts.get(suspect).attempt == attempt
         store.turns.open(suspect, attempt, b"%d" % attempt, REQUEST, None)
         store.come_back()
         for rollout_id in (suspect, other):
-            if store.rollouts.get(rollout_id)["state"] == "queued":
+            if store.rollouts.get(rollout_id).state == "queued":
                 store.rollouts.claim(rollout_id, "c")
     failed, going = store.rollouts.get(suspect), store.rollouts.get(other)
-    assert (failed["state"], failed["failure"], failed["reward"]) == ("failed", "infrastructure", None)
-    assert "ended 10 times while a call of this rollout was open" in failed["reason"]
-    assert (going["state"], going["failure"]) == ("running", None)
+    assert (failed.state, failed.failure, failed.reward) == ("failed", "infrastructure", None)
+    assert "ended 10 times while a call of this rollout was open" in failed.reason
+    assert (going.state, going.failure) == ("running", None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from leyden.client import Rollout
-from leyden.client.records import LAST_WORDS
+from leyden.records import LAST_WORDS
 from leyden.trainer.outcomes import FirstFailures, count, first_failures, headline, outcome, words
 from leyden.types import FailureClass, RolloutState
 

@@ -185,8 +185,8 @@ async def test_an_engine_that_dies_is_left_and_taken_back(
     """Two ways to the server stand for two engines; a long call on the one that dies is answered by the other."""
 
     async def works() -> list[bool]:
-        (model,) = (await gateway.client._json("GET", "/api/models"))["models"]
-        return [state["works"] for state in model["engine_states"]]
+        (model,) = await gateway.client.models()
+        return [state.works for state in model.engine_states]
 
     async def until(*wanted: bool) -> None:
         async with asyncio.timeout(30):

@@ -40,10 +40,10 @@ class StoredRecord:
         self, *, after: int = 0, states: Iterable[RolloutState] = (), limit: int = 1000, tasks: bool = True
     ) -> tuple[list[Rollout], int]:
         rows = self._rollouts.after(after, list(states) or list(RolloutState), limit, tasks=tasks)
-        return [Rollout.from_json(row) for row in rows], rows[-1]["change"] if rows else after
+        return rows, rows[-1].change if rows else after
 
     async def rollout(self, rollout_id: str) -> Rollout:
-        return Rollout.from_json(self._rollouts.get(rollout_id))
+        return self._rollouts.get(rollout_id)
 
     async def turns(self, rollout_ids: Iterable[str]) -> list[Turn]:
         return list(self._turns.of_rollouts(list(rollout_ids)))

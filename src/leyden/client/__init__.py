@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from leyden.client.arrow import decode, encode
     from leyden.client.control import ControlClient
     from leyden.client.keys import control_key, mint, verify
-    from leyden.client.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
     from leyden.client.reward import post_reward
     from leyden.client.secret import read_or_create_secret
+    from leyden.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
 
 _HOME = {
-    "Claim": "records",
-    "ControlClient": "control",
-    "ExitReceipt": "records",
-    "Group": "records",
-    "Model": "records",
-    "Recovery": "records",
-    "Rollout": "records",
-    "control_key": "keys",
-    "decode": "arrow",
-    "encode": "arrow",
-    "mint": "keys",
-    "post_reward": "reward",
-    "read_or_create_secret": "secret",
-    "verify": "keys",
+    "Claim": "leyden.records",
+    "ControlClient": "leyden.client.control",
+    "ExitReceipt": "leyden.records",
+    "Group": "leyden.records",
+    "Model": "leyden.records",
+    "Recovery": "leyden.records",
+    "Rollout": "leyden.records",
+    "control_key": "leyden.client.keys",
+    "decode": "leyden.client.arrow",
+    "encode": "leyden.client.arrow",
+    "mint": "leyden.client.keys",
+    "post_reward": "leyden.client.reward",
+    "read_or_create_secret": "leyden.client.secret",
+    "verify": "leyden.client.keys",
 }
 
 __all__ = [
@@ -54,4 +54,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

@@ -19,10 +19,26 @@ from weakref import WeakSet
 
 import aiohttp
 import orjson
+from pydantic import ValidationError
 
 from leyden.client.proof import UnprovenGateway, prove
-from leyden.client.records import Claim, ExitReceipt, Group, Model, Recovery, Rollout
 from leyden.errors import GatewayError
+from leyden.records import (
+    Claim,
+    Controllers,
+    Events,
+    ExitReceipt,
+    Group,
+    Groups,
+    Model,
+    ModelList,
+    Record,
+    Recovery,
+    Rollout,
+    RolloutPage,
+    Unmet,
+    adapter,
+)
 from leyden.types import Json, RolloutState, Turn
 
 if TYPE_CHECKING:
@@ -65,15 +81,16 @@ class ControlClient:
 
     async def create_groups(self, groups: Iterable[Json]) -> list[Group]:
         """Create groups {kind, step, slot, size, task, sampling}; those that exist already are answered as they are."""
-        return _groups(await self._json("POST", "/api/groups", {"groups": list(groups)}))
+        return list((await self._call(Groups, "POST", "/api/groups", {"groups": list(groups)})).groups)
 
     async def groups(
         self, *, kind: str | None = None, step: int | None = None, state: str | None = None
     ) -> list[Group]:
-        return _groups(await self._json("GET", "/api/groups", query={"kind": kind, "step": step, "state": state}))
+        query = {"kind": kind, "step": step, "state": state}
+        return list((await self._call(Groups, "GET", "/api/groups", query=query)).groups)
 
     async def consume(self, group_ids: Iterable[str]) -> None:
-        await self._json("POST", "/api/groups/consume", {"group_ids": list(group_ids)})
+        await self._bytes("POST", "/api/groups/consume", {"group_ids": list(group_ids)})
 
     async def rollouts(
         self,
@@ -85,8 +102,8 @@ class ControlClient:
         tasks: bool = True,
         controller: str | None = None,
     ) -> tuple[list[Rollout], int]:
-        """Rollouts changed after the cursor, oldest change first, and the next cursor. Waits up to `wait_s`
-        for one. Naming a `controller` renews its lease.
+        """Rollouts changed after the cursor, oldest change first, and the next cursor. Waits up to `wait_s` for one.
+        Naming a `controller` renews its lease.
         """
         query = {
             "after": after,
@@ -96,96 +113,78 @@ class ControlClient:
             "tasks": None if tasks else 0,
             "controller": controller,
         }
-        answer = await self._json("GET", "/api/rollouts", query=query, wait_s=wait_s)
-        return [Rollout.from_json(r) for r in answer["rollouts"]], int(answer["cursor"])
+        page = await self._call(RolloutPage, "GET", "/api/rollouts", query=query, wait_s=wait_s)
+        return list(page.rollouts), page.cursor
 
     async def rollout(self, rollout_id: str) -> Rollout:
-        return _rollout(await self._json("GET", f"/api/rollouts/{rollout_id}"))
+        return await self._call(Rollout, "GET", f"/api/rollouts/{rollout_id}")
 
     async def claim(self, rollout_id: str, controller: str) -> Claim:
         """queued -> running as the next attempt. 409 if it is not queued any more."""
-        answer = await self._json("POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
-        return Claim(Rollout.from_json(answer["rollout"]), answer["agent_key"], answer["workspace_key"])
+        return await self._call(Claim, "POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
 
     async def controllers(self) -> dict[str, bool]:
         """Controllers that were ever seen, and whether their leases hold."""
-        answer = await self._json("GET", "/api/controllers")
-        return {c["controller"]: c["alive"] for c in answer["controllers"]}
+        found = await self._call(Controllers, "GET", "/api/controllers")
+        return {one.controller: one.alive for one in found.controllers}
 
     async def run_name(self) -> str:
         """A name of the run that no other run has."""
-        return str((await self._json("GET", "/api/controllers"))["run"])
+        return (await self._call(Controllers, "GET", "/api/controllers")).run
 
     async def take_over(self, rollout_id: str, attempt: int, controller: str) -> Rollout:
         """Make `controller` responsible for an attempt whose own controller is gone. 409 if it is not."""
-        body = {"attempt": attempt, "controller": controller}
-        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/take-over", body))
+        return await self._move(rollout_id, "take-over", attempt=attempt, controller=controller)
 
     async def exit(
         self, rollout_id: str, attempt: int, *, exit_code: int | None, timed_out: bool, reason: str | None
     ) -> ExitReceipt:
         """running -> grading; the harness's key ends. Repeating it in state grading answers the same."""
         body = {"attempt": attempt, "exit_code": exit_code, "timed_out": timed_out, "reason": reason}
-        answer = await self._json("POST", f"/api/rollouts/{rollout_id}/exit", body)
-        return ExitReceipt(Rollout.from_json(answer["rollout"]), answer.get("grader_key"))
+        return await self._call(ExitReceipt, "POST", f"/api/rollouts/{rollout_id}/exit", body)
 
     async def finish(self, rollout_id: str, attempt: int, reason: str | None = None) -> Rollout:
         """grading -> succeeded or failed (agent); an infrastructure failure if no reward was accepted."""
-        body = {"attempt": attempt, "reason": reason}
-        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/finish", body))
+        return await self._move(rollout_id, "finish", attempt=attempt, reason=reason)
 
     async def infrastructure(self, rollout_id: str, attempt: int, reason: str, *, final: bool = False) -> Rollout:
         """running or grading -> queued while attempts remain and this is not `final`, else failed (infrastructure)."""
-        body = {"attempt": attempt, "reason": reason, "final": final}
-        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/infrastructure", body))
+        return await self._move(rollout_id, "infrastructure", attempt=attempt, reason=reason, final=final)
 
     async def give_back(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
-        """running or grading -> queued, because the controller stops: it counts against no limit of attempts."""
-        body = {"attempt": attempt, "reason": reason}
-        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/give-back", body))
+        """running or grading -> queued, through no fault of the attempt: it counts against no limit of attempts."""
+        return await self._move(rollout_id, "give-back", attempt=attempt, reason=reason)
 
     async def cancel(self, rollout_id: str, reason: str) -> Rollout:
-        return _rollout(await self._json("POST", f"/api/rollouts/{rollout_id}/cancel", {"reason": reason}))
+        return await self._move(rollout_id, "cancel", reason=reason)
 
     async def reward(self, rollout_id: str, attempt: int, value: float) -> None:
         """Post a reward with the control key. 422 unless it is a finite number, 409 if there is one already."""
-        body = {"value": value, "rollout_id": rollout_id, "attempt": attempt}
-        await self._json("POST", "/api/reward", body)
-
-    async def post_event(self, rollout_id: str, kind: str, data: Json) -> None:
-        await self._json("POST", "/api/events", {"rollout_id": rollout_id, "kind": kind, "data": data})
+        await self._bytes("POST", "/api/reward", {"value": value, "rollout_id": rollout_id, "attempt": attempt})
 
     async def events(self, rollout_id: str) -> list[Json]:
-        answer = await self._json("GET", "/api/events", query={"rollout_id": rollout_id})
-        return list(answer["events"])
+        return list((await self._call(Events, "GET", "/api/events", query={"rollout_id": rollout_id})).events)
 
     async def put_model(
         self, name: str, *, engines: Sequence[str], version: int, lineage: str, context_tokens: int
     ) -> None:
         """Say which engines serve `name`, and which weights they hold."""
-        body = {
-            "engines": list(engines),
-            "version": version,
-            "lineage": lineage,
-            "context_tokens": context_tokens,
-        }
-        await self._json("PUT", f"/api/models/{name}", body)
+        body = {"engines": list(engines), "version": version, "lineage": lineage, "context_tokens": context_tokens}
+        await self._bytes("PUT", f"/api/models/{name}", body)
 
     async def models(self) -> list[Model]:
-        answer = await self._json("GET", "/api/models")
-        return [Model.from_json(m) for m in answer["models"]]
+        return list((await self._call(ModelList, "GET", "/api/models")).models)
 
     async def pause(self) -> None:
         """From now on, model calls are held."""
-        await self._json("POST", "/api/pause", {})
+        await self._bytes("POST", "/api/pause", {})
 
     async def resume(self) -> None:
-        await self._json("POST", "/api/resume", {})
+        await self._bytes("POST", "/api/resume", {})
 
     async def recover(self, *, step: int, version: int) -> Recovery:
         """Discard groups of the future that a checkpoint does not know; reopen consumed ones of its next step."""
-        answer = await self._json("POST", "/api/recover", {"step": step, "version": version})
-        return Recovery(tuple(answer["discarded"]), tuple(answer["reopened"]))
+        return await self._call(Recovery, "POST", "/api/recover", {"step": step, "version": version})
 
     async def turns(self, rollout_ids: Iterable[str]) -> list[Turn]:
         """Committed turns of each rollout's last attempt."""
@@ -198,34 +197,36 @@ class ControlClient:
             raise GatewayError(f"the answer of /api/turns is not readable: {error}") from error
 
     async def health(self) -> Json:
-        return await self._json("GET", "/health")
+        return await self._call(dict[str, Any], "GET", "/health")
 
     async def unmet(self) -> dict[str, int]:
         """What harnesses asked for and did not get since the gateway started, in how many calls."""
-        calls: dict[str, int] = (await self._json("GET", "/api/unmet"))["unmet"]
-        return calls
+        return (await self._call(Unmet, "GET", "/api/unmet")).unmet
 
     async def metrics(self) -> str:
         """Prometheus text."""
         return (await self._bytes("GET", "/metrics")).decode()
 
-    async def _json(
+    async def _move(self, rollout_id: str, change: str, **body: Any) -> Rollout:
+        return await self._call(Rollout, "POST", f"/api/rollouts/{rollout_id}/{change}", body)
+
+    async def _call(
         self,
+        kind: type[Record],
         method: str,
         path: str,
         body: Json | None = None,
         *,
         query: dict[str, Any] | None = None,
         wait_s: float = 0.0,
-    ) -> Json:
+    ) -> Record:
         raw = await self._bytes(method, path, body, query=query, wait_s=wait_s)
         try:
-            answer = orjson.loads(raw) if raw else {}
-        except orjson.JSONDecodeError as error:
-            raise GatewayError(f"{method} {path}: the answer is not JSON ({error})") from error
-        if not isinstance(answer, dict):
-            raise GatewayError(f"{method} {path}: the answer is {type(answer).__name__}, not an object")
-        return answer
+            return adapter(kind).validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the answer"
+            raise GatewayError(f"{method} {path}: {where}: {first['msg']}") from error
 
     async def _bytes(
         self,
@@ -315,11 +316,3 @@ def _message(raw: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return raw[:300].decode(errors="replace")
-
-
-def _rollout(answer: Json) -> Rollout:
-    return Rollout.from_json(answer.get("rollout", answer))
-
-
-def _groups(answer: Json) -> list[Group]:
-    return [Group.from_json(g) for g in answer["groups"]]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from leyden.client.control import ControlClient
-from leyden.client.records import LAST_WORDS, Rollout
 from leyden.controller import workspace
 from leyden.controller.backends.base import Backend
 from leyden.controller.board import Board
@@ -37,6 +36,7 @@ from leyden.controller.plan import (
     TakeOver,
 )
 from leyden.errors import GatewayError, LaunchError, NoRoom
+from leyden.records import LAST_WORDS, Rollout
 from leyden.types import FailureClass, RolloutState
 
 log = logging.getLogger(__name__)

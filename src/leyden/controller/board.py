@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from leyden.client.records import Rollout
 from leyden.controller.jobs import Exit
 from leyden.controller.plan import Attempt, Observed, Phase
+from leyden.records import Rollout
 
 
 class Board:

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from leyden.client.records import Rollout
 from leyden.controller.jobs import CANCELLED, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
+from leyden.records import Rollout
 from leyden.types import RolloutState
 
 LONGEST_WAIT_S = 90.0  # a wait that is longer was begun before the clock was set back

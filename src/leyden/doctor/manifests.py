@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
+from leyden.records import Claim, Rollout
 from leyden.types import Json
 
 ROLLOUT = "doctor"

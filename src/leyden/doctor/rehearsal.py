@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leyden.client import ControlClient
 from leyden.client.keys import control_key
-from leyden.client.records import Rollout
 from leyden.config import EngineConfig, RunConfig
 from leyden.controller.last_words import last_lines
 from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
@@ -30,6 +29,7 @@ from leyden.doctor.findings import Finding, ok, problem, skipped, warning
 from leyden.doctor.scripted_engine import ScriptedEngine
 from leyden.gateway.app import build
 from leyden.gateway.render import ModelRenderer
+from leyden.records import Rollout
 from leyden.trainer.serving import serve
 from leyden.types import Json, RolloutState
 

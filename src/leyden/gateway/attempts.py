@@ -17,6 +17,7 @@ from leyden.errors import RequestError, Unauthorized, Unwritable
 from leyden.gateway.http import log_bug
 from leyden.gateway.metrics import Metrics
 from leyden.protocols import ChatChoice, ChatReply
+from leyden.records import Rollout
 from leyden.store import Store, StoredTurn
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.types import Claims, Json, RolloutState
@@ -218,7 +219,7 @@ class Attempts:
     def stalled(self, seconds: float) -> None:
         """The gateway answered nobody for so long: no running attempt is held to it. Those on hold count it already."""
         for rollout in self._store.rollouts.after(0, [RolloutState.RUNNING], MOST_RUNNING, tasks=False):
-            key = (rollout["rollout_id"], rollout["attempt"])
+            key = (rollout.rollout_id, rollout.attempt)
             live = self._live.get(key)
             if live is None or not live.holds:
                 with contextlib.suppress(Unwritable):
@@ -232,7 +233,7 @@ class Attempts:
         if rollout is None:
             raise Unauthorized(f"attempt {number} of rollout {rollout_id} is not running any more", forbidden=True)
         used = self._store.turns.used(rollout_id, number)
-        attempt = Attempt(rollout_id, number, rollout["kind"], rollout["sampling"], *used)
+        attempt = Attempt(rollout_id, number, rollout.kind, rollout.sampling, *used)
         for stored in self._store.turns.of_attempt(rollout_id, number):
             node = _node(stored, attempt.conversations)
             attempt.conversations.add(node)
@@ -240,10 +241,10 @@ class Attempts:
             attempt.remember(Delivery(stored.request_key, reply=reply))
         return attempt
 
-    def _running(self, rollout_id: str, number: int) -> Json | None:
+    def _running(self, rollout_id: str, number: int) -> Rollout | None:
         """The rollout, if that attempt of it is running."""
         rollout = self._store.rollouts.get(rollout_id)
-        return rollout if (rollout["attempt"], rollout["state"]) == (number, RolloutState.RUNNING) else None
+        return rollout if (rollout.attempt, rollout.state) == (number, RolloutState.RUNNING) else None
 
 
 def reply_of(node: Node, stored: StoredTurn, model: str) -> ChatReply:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from types import MappingProxyType
 
 from leyden.errors import EngineUnsuitable, NotFound
 from leyden.gateway.metrics import Metrics
+from leyden.records import EngineHealth, Model
 from leyden.store import Store
-from leyden.types import Json
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class Models:
         self._metrics = metrics
         self.name = name
         self._limit = context_tokens
-        self._model: Json | None = store.models().get(name)
+        self._model: Model | None = store.models().get(name)
         self._engines: dict[str, EngineState] = {}
-        self._keep(self._model["engines"] if self._model else [])
+        self._keep(self._model.engines if self._model else [])
 
     @property
     def ready(self) -> bool:
@@ -65,11 +65,11 @@ class Models:
 
     @property
     def version(self) -> int:
-        return self._model["version"] if self._model else 0
+        return self._model.version if self._model else 0
 
     @property
     def context_tokens(self) -> int:
-        return min(self._limit, self._model["context_tokens"]) if self._model else self._limit
+        return min(self._limit, self._model.context_tokens) if self._model else self._limit
 
     def register(self, name: str, engines: list[str], version: int, lineage: str, context_tokens: int) -> None:
         if name != self.name:
@@ -80,8 +80,8 @@ class Models:
 
     def adopt(self, engines: list[str], lineage: str) -> None:
         """Register engines of the run file, with the weights that were last said of the model, else version 0."""
-        known = self._model or {"version": 0, "lineage": lineage, "context_tokens": self._limit}
-        self.register(self.name, engines, known["version"], known["lineage"], known["context_tokens"])
+        known = self._model or Model(self.name, (), 0, lineage, self._limit)
+        self.register(self.name, engines, known.version, known.lineage, known.context_tokens)
 
     def choose(self, rollout_id: str, failed: Mapping[str, int] = MappingProxyType({})) -> str:
         """One engine per rollout, so that its prefix cache is met again: the one that works and draws highest, among
@@ -137,17 +137,12 @@ class Models:
         self._metrics.engine_up.labels(url).set(0)
         return engine.failures
 
-    def listing(self) -> list[Json]:
-        states = [
-            {"url": engine.url, "works": engine.problem is None, "problem": engine.problem}
-            for engine in self._engines.values()
-        ]
-        return [
-            model | ({"engine_states": states} if name == self.name else {})
-            for name, model in self._store.models().items()
-        ]
+    def listing(self) -> tuple[Model, ...]:
+        states = tuple(EngineHealth(e.url, e.problem is None, e.problem) for e in self._engines.values())
+        models = self._store.models().values()
+        return tuple(replace(model, engine_states=states) if model.name == self.name else model for model in models)
 
-    def _keep(self, urls: list[str]) -> None:
+    def _keep(self, urls: Sequence[str]) -> None:
         for url in self._engines.keys() - set(urls):
             self._metrics.engine_up.remove(url)
         self._engines = {url: self._engines.get(url) or EngineState(url) for url in urls}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
+from starlette.responses import Response
 
 import leyden
 from leyden.gateway.control_routes import JSON, OPERATIONS, Operation
+from leyden.records import adapter
 from leyden.types import Json
 
 _REFUSALS = {
@@ -44,8 +45,13 @@ BY_HARNESS = "; agent under grader.harness: true"
 
 def document() -> Json:
     """OpenAPI 3.1."""
-    bodies = sorted({op.body for op in OPERATIONS if op.body}, key=lambda body: body.__name__)
-    _, schemas = models_json_schema([(b, "validation") for b in bodies], ref_template="#/components/schemas/{model}")
+    bodies = {op.body for op in OPERATIONS if op.body}
+    answers = {answer for op in OPERATIONS if (answer := _record(op))}
+    described: list[tuple[Any, Literal["validation", "serialization"], TypeAdapter[Any]]]
+    described = [(kind, "validation", adapter(kind)) for kind in bodies]
+    described += [(kind, "serialization", adapter(kind)) for kind in answers]
+    described.sort(key=lambda one: one[0].__name__)
+    _, schemas = TypeAdapter.json_schemas(described, ref_template="#/components/schemas/{model}")
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
@@ -71,7 +77,7 @@ def _operation(operation: Operation) -> Json:
         "description": f"Keys: {', '.join(sorted(operation.scopes))}{BY_HARNESS if operation.by_harness else ''}.",
         "parameters": [*_path_parameters(operation.path), *(_query_parameters(operation.query))],
         "responses": {
-            "200": {"description": "done", "content": {operation.answers: {"schema": _answer(operation.answers)}}},
+            "200": {"description": "done", "content": {operation.answers: {"schema": _answer(operation)}}},
             **{status: _ref("responses", f"Refused{status}") for status in _REFUSALS},
         },
     }
@@ -89,8 +95,15 @@ def _ref(kind: str, name: str) -> Json:
     return {"$ref": f"#/components/{kind}/{name}"}
 
 
-def _answer(content_type: str) -> Json:
-    return {"type": "object"} if content_type == JSON else {}
+def _record(operation: Operation) -> type[Any] | None:
+    """What a handler answers, if it is no response of its own."""
+    answer: type[Any] = get_type_hints(operation.handler)["return"]
+    return None if issubclass(answer, Response) else answer
+
+
+def _answer(operation: Operation) -> Json:
+    record = _record(operation)
+    return _ref("schemas", record.__name__) if record else {}
 
 
 def _path_parameters(path: str) -> list[Json]:

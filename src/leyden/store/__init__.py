@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
+from leyden.records import Model
 from leyden.store.controllers import Controllers
 from leyden.store.damage import reader
 from leyden.store.database import connect, looking
 from leyden.store.outage import UNSEEN, Outage, come_back, last_write
 from leyden.store.rollouts import Rollouts
 from leyden.store.turns import StoredTurn, Turns
-from leyden.types import Json
 
 __all__ = ["UNSEEN", "Outage", "Rollouts", "Store", "StoredTurn", "Turns", "looking"]
 
@@ -62,6 +62,6 @@ class Store:
             (name, orjson.dumps(engines).decode(), version, lineage, context_tokens),
         )
 
-    def models(self) -> dict[str, Json]:
+    def models(self) -> dict[str, Model]:
         rows: list[Any] = self._db.execute("SELECT * FROM models ORDER BY name").fetchall()
-        return {row["name"]: dict(row) | {"engines": orjson.loads(row["engines"])} for row in rows}
+        return {row["name"]: Model(**dict(row) | {"engines": tuple(orjson.loads(row["engines"]))}) for row in rows}

@@ -6,7 +6,7 @@ import sqlite3
 import time
 
 from leyden.errors import Unwritable
-from leyden.types import Json
+from leyden.records import Controller
 
 LEASE_S = 90.0
 
@@ -33,8 +33,7 @@ class Controllers:
         """After the gateway was away nobody could renew: all leases begin anew."""
         self._db.execute("UPDATE controllers SET seen = ?", (time.time(),))
 
-    def listing(self) -> list[Json]:
-        """Each controller, when it was seen last (Unix seconds), and whether its lease holds."""
+    def listing(self) -> tuple[Controller, ...]:
         rows = self._db.execute("SELECT * FROM controllers ORDER BY controller").fetchall()
         now = time.time()
-        return [dict(row) | {"alive": row["seen"] > now - LEASE_S} for row in rows]
+        return tuple(Controller(row["controller"], row["seen"], row["seen"] > now - LEASE_S) for row in rows)

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from leyden.errors import Conflict, NotFound
+from leyden.records import Group, Recovery, Rollout
 from leyden.store.controllers import LEASE_S
 from leyden.store.database import next_change, transaction
 from leyden.types import TERMINAL, FailureClass, Json, RolloutState
@@ -43,7 +44,7 @@ class Rollouts:
         self._db = connection
         self._changed = changed
 
-    def create_groups(self, specs: Sequence[Json]) -> list[Json]:
+    def create_groups(self, specs: Sequence[Json]) -> tuple[Group, ...]:
         """Make the groups that do not exist yet; answer them all, in the order asked for.
 
         A group is known by (kind, step, slot) while it is not discarded. Raises Conflict when it exists with
@@ -52,9 +53,9 @@ class Rollouts:
         with transaction(self._db):
             ids = [self._ensure_group(spec) for spec in specs]
         self._changed()
-        return [self._group(group_id) for group_id in ids]
+        return tuple(self._group(group_id) for group_id in ids)
 
-    def groups(self, **filters: str | int | None) -> list[Json]:
+    def groups(self, **filters: str | int | None) -> tuple[Group, ...]:
         """Groups whose columns equal all filters that are not None (`kind`, `step`, `state`)."""
         given = {name: value for name, value in filters.items() if value is not None}
         where = " AND ".join(f"{name} = ?" for name in given) or "1"
@@ -62,7 +63,7 @@ class Rollouts:
             f"SELECT group_id FROM groups WHERE {where} ORDER BY kind, step, slot, group_id",
             tuple(given.values()),
         )
-        return [self._group(row["group_id"]) for row in rows.fetchall()]
+        return tuple(self._group(row["group_id"]) for row in rows.fetchall())
 
     def consume(self, group_ids: Sequence[str]) -> None:
         """Mark groups as trained. Idempotent; raises Conflict for a discarded or unknown one."""
@@ -74,8 +75,8 @@ class Rollouts:
                 if done.rowcount == 0:
                     raise Conflict(f"group {group_id!r} is discarded or unknown and cannot be consumed")
 
-    def recover(self, step: int, version: int) -> tuple[list[str], list[str]]:
-        """Bring groups back to a checkpoint of `step` finished steps at policy `version`: (discarded, reopened).
+    def recover(self, step: int, version: int) -> Recovery:
+        """Bring groups back to a checkpoint of `step` finished steps at policy `version`.
 
         Used again is what these weights sample for now: the training groups of the next step and the evaluation of
         this one, unless they hold a token of a later version; consumed ones are active again. Groups of later steps
@@ -103,15 +104,15 @@ class Rollouts:
                 now,
             )
         self._changed()
-        return discarded, reopened
+        return Recovery(tuple(discarded), tuple(reopened))
 
-    def get(self, rollout_id: str) -> Json:
+    def get(self, rollout_id: str) -> Rollout:
         row = self._db.execute(_ROLLOUT + "WHERE r.rollout_id = ?", (rollout_id,)).fetchone()
         if row is None:
             raise NotFound(f"there is no rollout {rollout_id!r}")
         return self._with_forks([row])[0]
 
-    def after(self, change: int, states: Sequence[str], limit: int, *, tasks: bool = True) -> list[Json]:
+    def after(self, change: int, states: Sequence[str], limit: int, *, tasks: bool = True) -> list[Rollout]:
         """Rollouts in one of `states` that changed after `change`, oldest change first."""
         marks = ", ".join("?" * len(states))
         rows = self._db.execute(
@@ -125,7 +126,7 @@ class Rollouts:
         value: int = self._db.execute("SELECT value FROM counters WHERE name = 'change'").fetchone()[0]
         return value
 
-    def claim(self, rollout_id: str, controller: str) -> Json:
+    def claim(self, rollout_id: str, controller: str) -> Rollout:
         """queued -> running, with a new attempt that belongs to `controller`."""
         with transaction(self._db):
             row = self._move(rollout_id, "state = 'running', attempt = attempt + 1, reason = NULL", "state = 'queued'")
@@ -135,7 +136,7 @@ class Rollouts:
             )
         return self._announce(rollout_id)
 
-    def take_over(self, rollout_id: str, attempt: int, controller: str) -> Json:
+    def take_over(self, rollout_id: str, attempt: int, controller: str) -> Rollout:
         """The running attempt of a controller whose lease has ended belongs to `controller` from now on."""
         with transaction(self._db):
             done = self._db.execute(
@@ -151,10 +152,10 @@ class Rollouts:
 
     def exit(
         self, rollout_id: str, attempt: int, *, exit_code: int | None, timed_out: bool, reason: str | None
-    ) -> Json:
+    ) -> Rollout:
         """running -> grading. The same report again, while grading, changes nothing."""
         current = self.get(rollout_id)
-        if current["state"] == RolloutState.GRADING and current["attempt"] == attempt:
+        if current.state == RolloutState.GRADING and current.attempt == attempt:
             return current
         with transaction(self._db):
             self._move(rollout_id, "state = 'grading'", "state = 'running' AND attempt = ?", attempt)
@@ -166,15 +167,15 @@ class Rollouts:
             self._close_turns(rollout_id)
         return self._announce(rollout_id)
 
-    def finish(self, rollout_id: str, attempt: int, reason: str | None) -> Json:
+    def finish(self, rollout_id: str, attempt: int, reason: str | None) -> Rollout:
         """grading -> succeeded, or failed as an agent failure; the accepted reward stands in both.
 
         Without a `reason`, a failure's is what the controller said of the harness's exit.
         """
         current = self.get(rollout_id)
-        if current["attempt"] == attempt and current["state"] in TERMINAL:
-            raise Conflict(f"rollout {rollout_id} is already {current['state']}")
-        clean = current["exit_code"] == 0 and not current["timed_out"]
+        if current.attempt == attempt and current.state in TERMINAL:
+            raise Conflict(f"rollout {rollout_id} is already {current.state}")
+        clean = current.exit_code == 0 and not current.timed_out
         state = RolloutState.SUCCEEDED if clean else RolloutState.FAILED
         failure = None if clean else FailureClass.AGENT
         why = reason or (None if clean else self._exit_reason(rollout_id, attempt) or _exit_text(current))
@@ -197,7 +198,7 @@ class Rollouts:
 
     def infrastructure(
         self, rollout_id: str, attempt: int, reason: str, max_attempts: int, backoff_s: float = 0.0
-    ) -> Json:
+    ) -> Rollout:
         """The attempt is void: queued again while attempts remain, else failed and never scored.
 
         The n-th retry is due after `backoff_s` 2^(n-1) seconds, LONGEST_BACKOFF_S at most.
@@ -219,7 +220,7 @@ class Rollouts:
             self._close_turns(rollout_id)
         return self._announce(rollout_id)
 
-    def give_back(self, rollout_id: str, attempt: int, reason: str) -> Json:
+    def give_back(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
         """The attempt is void because its controller stopped: queued again, and it counts against no limit."""
         with transaction(self._db):
             self._move(
@@ -232,12 +233,12 @@ class Rollouts:
             self._close_turns(rollout_id)
         return self._announce(rollout_id)
 
-    def cancel(self, rollout_id: str, reason: str) -> Json:
+    def cancel(self, rollout_id: str, reason: str) -> Rollout:
         with transaction(self._db):
             self._cancel(rollout_id, reason)
         return self._announce(rollout_id)
 
-    def reward(self, rollout_id: str, attempt: int, value: float, *, while_running: bool) -> Json:
+    def reward(self, rollout_id: str, attempt: int, value: float, *, while_running: bool) -> Rollout:
         """Accept the one reward of an attempt. Conflict: there is one already, or the attempt is not graded now."""
         states = "('running', 'grading')" if while_running else "('grading')"
         with transaction(self._db):
@@ -315,21 +316,20 @@ class Rollouts:
             )
         return group_id
 
-    def _group(self, group_id: str) -> Json:
+    def _group(self, group_id: str) -> Group:
         group = self._db.execute(
             "SELECT group_id, kind, step, slot, size, state FROM groups WHERE group_id = ?", (group_id,)
         ).fetchone()
         rows = self._db.execute(_ROLLOUT + "WHERE r.group_id = ? ORDER BY r.member", (group_id,)).fetchall()
-        return dict(group) | {"rollouts": self._with_forks(rows)}
+        return Group(**dict(group), rollouts=tuple(self._with_forks(rows)))
 
-    def _with_forks(self, rows: Sequence[sqlite3.Row], *, tasks: bool = True) -> list[Json]:
-        rollouts = [_rollout_json(row, tasks=tasks) for row in rows]
-        by_id = {rollout["rollout_id"]: rollout for rollout in rollouts}
-        for chunk in _chunks(list(by_id), 500):
+    def _with_forks(self, rows: Sequence[sqlite3.Row], *, tasks: bool = True) -> list[Rollout]:
+        rollouts = {row["rollout_id"]: _rollout(row, tasks=tasks) for row in rows}
+        for chunk in _chunks(list(rollouts), 500):
             marks = ", ".join("?" * len(chunk))
             for rollout_id, cause, count in self._db.execute(_FORKS.format(marks=marks), chunk):
-                by_id[rollout_id]["forks"][cause] = count
-        return rollouts
+                rollouts[rollout_id].forks[cause] = count
+        return list(rollouts.values())
 
     def _move(
         self, rollout_id: str, assignments: str, condition: str, *arguments: Any, values: tuple[Any, ...] = ()
@@ -341,7 +341,7 @@ class Rollouts:
         if row is None:
             current = self.get(rollout_id)
             raise Conflict(
-                f"rollout {rollout_id} is {current['state']} in attempt {current['attempt']}: the change does not apply"
+                f"rollout {rollout_id} is {current.state} in attempt {current.attempt}: the change does not apply"
             )
         return row
 
@@ -367,10 +367,10 @@ class Rollouts:
 
     def _no_reward(self, rollout_id: str, attempt: int, value: float) -> str:
         current = self.get(rollout_id)
-        if current["attempt"] == attempt and current["reward"] is not None:
-            return f"attempt {attempt} of {rollout_id} has reward {current['reward']} already; {value} is not taken"
+        if current.attempt == attempt and current.reward is not None:
+            return f"attempt {attempt} of {rollout_id} has reward {current.reward} already; {value} is not taken"
         return (
-            f"rollout {rollout_id} is {current['state']} in attempt {current['attempt']}: "
+            f"rollout {rollout_id} is {current.state} in attempt {current.attempt}: "
             f"reward {value} for attempt {attempt} comes at the wrong time"
         )
 
@@ -380,25 +380,26 @@ class Rollouts:
     def _ids(self, sql: str, arguments: Sequence[Any] | Json = ()) -> list[str]:
         return [row[0] for row in self._db.execute(sql, arguments).fetchall()]
 
-    def _announce(self, rollout_id: str) -> Json:
+    def _announce(self, rollout_id: str) -> Rollout:
         self._changed()
         return self.get(rollout_id)
 
 
-def _rollout_json(row: sqlite3.Row, *, tasks: bool) -> Json:
-    rollout = dict(row)
-    rollout["task"] = orjson.loads(rollout["task"]) if tasks else None
-    rollout["sampling"] = rollout["sampling"] and orjson.loads(rollout["sampling"])
-    rollout["timed_out"] = bool(rollout["timed_out"])
-    rollout["refusals"] = orjson.loads(rollout["refusals"] or "{}")
-    rollout["forks"] = {}
+def _rollout(row: sqlite3.Row, *, tasks: bool) -> Rollout:
+    known = dict(row)
+    known["task"] = orjson.loads(row["task"]) if tasks else {}
+    known["sampling"] = row["sampling"] and orjson.loads(row["sampling"])
+    known["timed_out"] = bool(row["timed_out"])
+    known["refusals"] = orjson.loads(row["refusals"] or "{}")
+    known["state"] = RolloutState(row["state"])
+    known["failure"] = row["failure"] and FailureClass(row["failure"])
     for name, default in (("turns", 0), ("sampled_tokens", 0), ("held_s", 0.0)):
-        rollout[name] = rollout[name] or default
-    return rollout
+        known[name] = row[name] or default
+    return Rollout(**known)
 
 
-def _exit_text(rollout: Json) -> str:
-    return "timed out" if rollout["timed_out"] else f"exit code {rollout['exit_code']}"
+def _exit_text(rollout: Rollout) -> str:
+    return "timed out" if rollout.timed_out else f"exit code {rollout.exit_code}"
 
 
 def _chunks(items: list[str], size: int) -> Iterable[list[str]]:

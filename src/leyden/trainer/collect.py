@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from leyden.algorithms.batch import GroupResult, RolloutResult
 from leyden.client import Group, Rollout
-from leyden.client.records import LAST_WORDS
 from leyden.config import SamplingConfig
 from leyden.errors import CaptureError, TrainingError
+from leyden.records import LAST_WORDS
 from leyden.trainer.outcomes import words
 from leyden.trajectory.kinds import fork_counts
 from leyden.trajectory.samples import RolloutSamples, SampleCounts, build_samples

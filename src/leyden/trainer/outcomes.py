@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from leyden.client import Rollout
-from leyden.client.records import LAST_WORDS
+from leyden.records import LAST_WORDS
 from leyden.types import FailureClass, Json, RolloutState
 from leyden.visible import visible
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from leyden.client.records import Claim
 from leyden.config import RunConfig
 from leyden.controller.backends.base import Events
 from leyden.controller.backends.kubernetes import backend as backends
@@ -27,6 +26,7 @@ from leyden.controller.backends.kubernetes.programs import Programs
 from leyden.controller.jobs import TIMEOUT, Exit
 from leyden.controller.plan import Phase
 from leyden.errors import LaunchError
+from leyden.records import Claim
 from tests.controller.kubernetes.fake_cluster import FakeCluster, Json
 from tests.controller.test_plan import rollout
 

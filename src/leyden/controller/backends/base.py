@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from leyden.client.records import Claim, Rollout
 from leyden.controller.jobs import Exit
 from leyden.controller.plan import Attempt
+from leyden.records import Claim, Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
 from leyden.controller.backends import sandbox
@@ -20,6 +19,7 @@ from leyden.controller.backends.launcher import Launcher, LauncherSettings
 from leyden.controller.jobs import Job, grader_job, harness_job, read_exit
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import ConfigError
+from leyden.records import Claim, Rollout
 from leyden.types import RolloutState
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
 from leyden.controller import launch
 from leyden.controller.backends.base import Events
@@ -58,6 +57,7 @@ from leyden.controller.backends.kubernetes.watch import LISTED, Selection, chang
 from leyden.controller.jobs import CANCELLED, OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import LaunchError
+from leyden.records import Claim, Rollout
 from leyden.types import RolloutState
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leyden.client.records import Claim, Rollout
 from leyden.config import RunConfig
 from leyden.controller import launch, workspace
 from leyden.controller.backends.kubernetes.manifest import FILES, TEMPLATE, WORKSPACE, Pods, Program
 from leyden.controller.jobs import grader_job, harness_job
 from leyden.errors import ConfigError, LaunchError
+from leyden.records import Claim, Rollout
 from leyden.types import Json
 
 KEEPER = Path(__file__).with_name("keeper.py")

@@ -123,7 +123,7 @@ def _life(folder: Path, most: int, rng: random.Random, found: Campaign) -> bool:
         until(lambda: not train.runs or _working(folder), f"nothing is running: {train.tail()}")
         _live(rng, lambda: train.runs)
         victim = rng.choice(VICTIMS)
-        process = psutil.Process(train.process.pid) if victim == "trainer" else _of(folder, victim)
+        process = _process(train.process.pid) if victim == "trainer" else _of(folder, victim)
         if train.runs and process is not None and _kill(process):
             killed, most = victim, most - 1
             found.kills[victim] += 1
@@ -151,7 +151,7 @@ def _services(folder: Path, most: int, rng: random.Random, found: Campaign) -> N
                     programs[name] = Program(folder, name, *commands[name])
             if kills < most and time.monotonic() > next_kill:
                 victim = rng.choice(VICTIMS)
-                process = _of(folder, victim) if victim == "launcher" else psutil.Process(programs[victim].process.pid)
+                process = _of(folder, victim) if victim == "launcher" else _process(programs[victim].process.pid)
                 if process is not None and _kill(process):
                     kills += 1
                     found.kills[victim] += 1
@@ -171,8 +171,16 @@ def _working(folder: Path) -> bool:
 def _of(folder: Path, name: str) -> psutil.Process | None:
     """The gateway, controller or launcher of a run folder."""
     word = "leyden_launcher" if name == "launcher" else name
-    found = [p for p in of_folder(folder, word) if name == "launcher" or "leyden" in " ".join(p.cmdline())]
-    return min(found, key=lambda p: p.create_time(), default=None)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended while it was looked at
+        found = [p for p in of_folder(folder, word) if name == "launcher" or "leyden" in " ".join(p.cmdline())]
+        return min(found, key=lambda p: p.create_time(), default=None)
+    return None
+
+
+def _process(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
 
 
 def _live(rng: random.Random, runs: Callable[[], bool]) -> None:

@@ -334,6 +334,10 @@ class KubernetesApi:
                 _preload_content=False,
                 _request_timeout=timeout or aiohttp.ClientTimeout(total=REQUEST_S),
             )
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise ClusterError(
+                f"{method} {path}: the API server's certificate is not trusted: {_name(error)}"
+            ) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ClusterUnavailable(f"{method} {path}: {_name(error)}") from error
         return response
@@ -346,6 +350,8 @@ class KubernetesApi:
 async def _configuration(kubeconfig: Path | None, context: str | None) -> tuple[kubernetes.Configuration, str]:
     """The library's settings and the namespace that goes with them."""
     configuration = kubernetes.Configuration()
+    # Many clusters' own authorities lack the key identifiers that Python 3.13 asks for; kubectl does not ask either.
+    configuration.disable_strict_ssl_verification = True
     try:
         await kubernetes_config.load_kube_config(
             config_file=None if kubeconfig is None else str(kubeconfig),

@@ -3,7 +3,7 @@
     ClusterError               the API server refused; `status` and the server's own message
     ├── ClusterUnavailable       no answer, 429, 5xx: worth another try, and the call may have been carried out
     ├── QuotaExceeded            403 of a ResourceQuota: worth another try later
-    ├── ClusterForbidden         401, 403: rights are missing
+    ├── ClusterForbidden         401, 403, a certificate that is not trusted: rights are missing
     ├── ObjectExists             409 on creation
     │   └── ObjectBeingDeleted     the one of that name is on its way out
     ├── ObjectMissing            404
@@ -335,7 +335,7 @@ class KubernetesApi:
                 _request_timeout=timeout or aiohttp.ClientTimeout(total=REQUEST_S),
             )
         except aiohttp.ClientConnectorCertificateError as error:
-            raise ClusterError(
+            raise ClusterForbidden(
                 f"{method} {path}: the API server's certificate is not trusted: {_name(error)}"
             ) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:

@@ -121,7 +121,7 @@ class ExitReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Controller:
+class KnownController:
     """`seen` is when it last asked (Unix seconds); `alive`: its lease holds."""
 
     controller: str
@@ -130,10 +130,10 @@ class Controller:
 
 
 @dataclass(frozen=True, slots=True)
-class Controllers:
+class ControllerList:
     """`run` is a name of the run that no other run has."""
 
-    controllers: tuple[Controller, ...]
+    controllers: tuple[KnownController, ...]
     run: str = ""
 
 
@@ -159,7 +159,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelList:
+class ServedModels:
     models: tuple[Model, ...]
     paused: bool = False
 
@@ -193,7 +193,7 @@ class EventReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
+class EventLog:
     """What an attempt noted, in order; `kind` and `data` are its own."""
 
     events: tuple[dict[str, Any], ...]

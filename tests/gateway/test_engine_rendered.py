@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from leyden.gateway.engines.vllm_wire import ids_apart
-from leyden.records import ModelList
+from leyden.records import ServedModels
 from leyden.types import FinishReason, VersionSpan
 from tests.gateway.conftest import Gateway, serving, until
 from tests.gateway.fake_vllm import FakeVllm, Json, chatted, completed, cut_within, listening, refused
@@ -231,7 +231,7 @@ async def test_an_update_waits_for_open_calls(gateway: Gateway, vllm: FakeVllm) 
     calling = asyncio.create_task(call(sdk(gateway, key), [USER]))
     await vllm.arrived.wait()
     pausing = asyncio.create_task(pause())
-    while not (await gateway.client._call(ModelList, "GET", "/api/models")).paused:  # noqa: ASYNC110
+    while not (await gateway.client._call(ServedModels, "GET", "/api/models")).paused:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     paused.set()
     await pausing

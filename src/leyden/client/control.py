@@ -25,17 +25,17 @@ from leyden.client.proof import UnprovenGateway, prove
 from leyden.errors import GatewayError
 from leyden.records import (
     Claim,
-    Controllers,
-    Events,
+    ControllerList,
+    EventLog,
     ExitReceipt,
     Group,
     Groups,
     Model,
-    ModelList,
     Record,
     Recovery,
     Rollout,
     RolloutPage,
+    ServedModels,
     Unmet,
     adapter,
 )
@@ -124,13 +124,13 @@ class ControlClient:
         return await self._call(Claim, "POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
 
     async def controllers(self) -> dict[str, bool]:
-        """Controllers that were ever seen, and whether their leases hold."""
-        found = await self._call(Controllers, "GET", "/api/controllers")
+        """ControllerList that were ever seen, and whether their leases hold."""
+        found = await self._call(ControllerList, "GET", "/api/controllers")
         return {one.controller: one.alive for one in found.controllers}
 
     async def run_name(self) -> str:
         """A name of the run that no other run has."""
-        return (await self._call(Controllers, "GET", "/api/controllers")).run
+        return (await self._call(ControllerList, "GET", "/api/controllers")).run
 
     async def take_over(self, rollout_id: str, attempt: int, controller: str) -> Rollout:
         """Make `controller` responsible for an attempt whose own controller is gone. 409 if it is not."""
@@ -163,7 +163,7 @@ class ControlClient:
         await self._bytes("POST", "/api/reward", {"value": value, "rollout_id": rollout_id, "attempt": attempt})
 
     async def events(self, rollout_id: str) -> list[Json]:
-        return list((await self._call(Events, "GET", "/api/events", query={"rollout_id": rollout_id})).events)
+        return list((await self._call(EventLog, "GET", "/api/events", query={"rollout_id": rollout_id})).events)
 
     async def put_model(
         self, name: str, *, engines: Sequence[str], version: int, lineage: str, context_tokens: int
@@ -173,7 +173,7 @@ class ControlClient:
         await self._bytes("PUT", f"/api/models/{name}", body)
 
     async def models(self) -> list[Model]:
-        return list((await self._call(ModelList, "GET", "/api/models")).models)
+        return list((await self._call(ServedModels, "GET", "/api/models")).models)
 
     async def pause(self) -> None:
         """From now on, model calls are held."""

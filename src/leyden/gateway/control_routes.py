@@ -52,18 +52,18 @@ from leyden.gateway.workspaces import Workspaces
 from leyden.protocols.checks import big_integer
 from leyden.records import (
     Claim,
-    Controllers,
+    ControllerList,
     Done,
+    EventLog,
     EventReceipt,
-    Events,
     ExitReceipt,
     Groups,
-    ModelList,
     Paused,
     Recovery,
     RewardReceipt,
     Rollout,
     RolloutPage,
+    ServedModels,
     Unmet,
     WorkspaceReceipt,
 )
@@ -158,8 +158,8 @@ class ControlApi:
         keys = (self._key(scope, rollout, lifetime_s) for scope in (Scope.AGENT, Scope.WORKSPACE))
         return Claim(rollout, *keys)
 
-    async def list_controllers(self, _call: ControlCall) -> Controllers:
-        return Controllers(self.store.controllers.listing(), self._run_name())
+    async def list_controllers(self, _call: ControlCall) -> ControllerList:
+        return ControllerList(self.store.controllers.listing(), self._run_name())
 
     def _run_name(self) -> str:
         """The run folder's name, and a digest by which two runs with folders of one name differ."""
@@ -288,8 +288,8 @@ class ControlApi:
         rollout_id, attempt = _subject(call.claims, named, current)
         return EventReceipt(self.store.turns.add_event(rollout_id, attempt, body.kind, body.data, running=by_agent))
 
-    async def list_events(self, call: ControlCall) -> Events:
-        return Events(tuple(self.store.turns.events(call.query.rollout_id)))
+    async def list_events(self, call: ControlCall) -> EventLog:
+        return EventLog(tuple(self.store.turns.events(call.query.rollout_id)))
 
     async def put_model(self, call: ControlCall) -> Done:
         body: ModelBody = call.body
@@ -301,8 +301,8 @@ class ControlApi:
         self.watch.registered()
         return Done()
 
-    async def list_models(self, _call: ControlCall) -> ModelList:
-        return ModelList(self.models.listing(), self.admission.paused)
+    async def list_models(self, _call: ControlCall) -> ServedModels:
+        return ServedModels(self.models.listing(), self.admission.paused)
 
     async def pause(self, _call: ControlCall) -> Paused:
         await self.admission.pause()

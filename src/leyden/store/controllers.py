@@ -6,7 +6,7 @@ import sqlite3
 import time
 
 from leyden.errors import Unwritable
-from leyden.records import Controller
+from leyden.records import KnownController
 
 LEASE_S = 90.0
 
@@ -33,7 +33,7 @@ class Controllers:
         """After the gateway was away nobody could renew: all leases begin anew."""
         self._db.execute("UPDATE controllers SET seen = ?", (time.time(),))
 
-    def listing(self) -> tuple[Controller, ...]:
+    def listing(self) -> tuple[KnownController, ...]:
         rows = self._db.execute("SELECT * FROM controllers ORDER BY controller").fetchall()
         now = time.time()
-        return tuple(Controller(row["controller"], row["seen"], row["seen"] > now - LEASE_S) for row in rows)
+        return tuple(KnownController(row["controller"], row["seen"], row["seen"] > now - LEASE_S) for row in rows)

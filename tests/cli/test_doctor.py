@@ -453,7 +453,8 @@ def test_templates_are_rendered_as_transformers_does(tmp_path, tokenizer_path):
 def seen(**changes: Any) -> Rehearsed:
     """A rehearsal in which all went well, but for `changes`."""
     rollout = Rollout(
-        "r", "g", "eval", 0, 0, 0, {}, RolloutState.SUCCEEDED, 1, 1, 0.5, None, None, 0, False, 1, 5, 0, 0, 0.0
+        rollout_id="r", group_id="g", kind="eval", step=0, slot=0, member=0, state=RolloutState.SUCCEEDED, attempt=1,
+        change=1, reward=0.5, exit_code=0, turns=1, sampled_tokens=5, min_version=0, max_version=0,
     )  # fmt: skip
     of_rollout = {k: changes.pop(k) for k in list(changes) if k in Rollout.__dataclass_fields__}
     known = {"protocols": {"openai-chat": 1}, "refused": (), "error": None, "harness_log": (), "grader_log": ()}

@@ -286,3 +286,26 @@ async def test_what_harnesses_asked_for_and_did_not_get_stands_in_the_step_line(
     assert [line["unmet"] for line in steps] == [{"tool_choice": 3}, {"tool_choice": 2, "text": 1}, {"text": 1}, {}]
     assert summary["counts"]["unmet"] == {"tool_choice": 5, "text": 2}
     assert " | asked for and not given: tool_choice 2, text 1 | " in screen.getvalue()
+
+
+@pytest.mark.parametrize("call", ["unmet", "put_model", "consume"])
+async def test_a_step_that_is_trained_has_its_line_whichever_call_fails(config, monkeypatch, call):
+    """The gateway goes away in the third step; the run ends, and goes on from the checkpoint that it leaves."""
+    control, policy = ScriptedControl(spread), CountingPolicy(config.run_dir)
+    answer, calls = getattr(control, call), []
+
+    async def away(*args, **kwargs):
+        calls.append(call)
+        if len(calls) == 3 + (call == "put_model"):
+            raise GatewayError("no gateway")
+        return await answer(*args, **kwargs)
+
+    monkeypatch.setattr(control, call, away)
+    with pytest.raises(GatewayError):
+        await loop(config, control, policy).run()
+    await loop(config, control, policy).run()
+    steps = [
+        line["step"] for line in current(read_metrics(config.run_dir / "metrics.jsonl")) if line["event"] == "step"
+    ]
+    assert (steps, policy.weights) == ([1, 2, 3, 4], 4)
+    assert trained_tasks(control) == expected_tasks(4)

@@ -187,10 +187,11 @@ class Loop:
     async def _learn(
         self, step: int, groups: list[Group], collected: Collected, batch: Batch, seconds: dict[str, float]
     ) -> None:
-        """Writes 3 to 7 of a step."""
+        """Writes 3 to 7 of a step. The gateway is asked before them: a step that is trained has its line."""
+        unmet = await self._not_given()
         if why := nothing_to_learn(batch):
             self._cursor = Cursor(step, self._cursor.version)
-            line = self._append("skip", {"why": why, **await self._measure(collected, batch, {}, seconds)})
+            line = self._append("skip", {"why": why, **self._measure(collected, batch, {}, seconds, unmet)})
         else:
             self._display.live(f"step {step}  updating on {len(batch.samples)} samples")
             self._updating = True
@@ -198,7 +199,7 @@ class Loop:
                 stats = await asyncio.to_thread(self._policy.update, batch)
             self._cursor = Cursor(step, self._cursor.version + 1)
             self._updating = False
-            line = self._append("step", await self._measure(collected, batch, stats, seconds))
+            line = self._append("step", self._measure(collected, batch, stats, seconds, unmet))
             await self._publish()
         self._show(line)
         if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
@@ -206,11 +207,11 @@ class Loop:
         await self._client.consume([group.group_id for group in groups])
         self._count_empty(collected, batch)
 
-    async def _measure(
-        self, collected: Collected, batch: Batch, stats: Mapping[str, float], seconds: dict[str, float]
+    def _measure(
+        self, collected: Collected, batch: Batch, stats: Mapping[str, float], seconds: dict[str, float], unmet: Json
     ) -> Json:
         numbers = measure(collected, batch, stats, seconds, pass_threshold=self._config.eval.pass_threshold)
-        return {**numbers, "unmet": await self._not_given()}
+        return {**numbers, "unmet": unmet}
 
     async def _not_given(self) -> Json:
         """What harnesses asked for and did not get since the last step. A gateway that starts again counts from 0."""

@@ -326,7 +326,7 @@ async def test_workspace_over_its_limit_is_the_agents_failure_and_graded(config:
     made = config(script, harness={"limits": {"workspace_bytes": 1_000_000}})
     (rollout,) = await run(made)
     assert (rollout["state"], rollout["failure"], rollout["reward"]) == ("failed", "agent", 1.0)
-    assert rollout["reason"].startswith("over harness.limits.workspace_bytes 1000000 (3")
+    assert rollout["reason"].startswith("over harness.limits.workspace_bytes 1000000 (")
     facts = json.loads((attempt_dir(made) / "exit.json").read_text())
     assert (facts["killed"], facts["signal"], facts["error"]) == ("limit", 9, None)
 

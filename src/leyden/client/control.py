@@ -124,7 +124,7 @@ class ControlClient:
         return await self._call(Claim, "POST", f"/api/rollouts/{rollout_id}/claim", {"controller": controller})
 
     async def controllers(self) -> dict[str, bool]:
-        """ControllerList that were ever seen, and whether their leases hold."""
+        """Controllers that were ever seen, and whether their leases hold."""
         found = await self._call(ControllerList, "GET", "/api/controllers")
         return {one.controller: one.alive for one in found.controllers}
 

@@ -24,10 +24,8 @@ STYLE = """
 
 def layers() -> list[list[str]]:
     """The packages of each layer, the highest first; single modules are left out."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    named = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    named = next(contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers")
     rows = [[part.strip().removeprefix("leyden.") for part in layer.split("|")] for layer in named]
     packages = [[name for name in row if (ROOT / "src/leyden" / name).is_dir()] for row in rows]
     return [row for row in packages if row]

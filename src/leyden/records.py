@@ -84,11 +84,6 @@ class Group:
     state: Literal["active", "consumed", "discarded"]
     rollouts: tuple[Rollout, ...] = ()
 
-    @classmethod
-    def from_json(cls, data: Json) -> Group:
-        """Raises pydantic's ValidationError."""
-        return adapter(cls).validate_python(data)
-
 
 @dataclass(frozen=True, slots=True)
 class Groups:

@@ -119,7 +119,7 @@ async def test_every_call_has_its_route() -> None:
         results[route], server = await asked(call, (200, answer))
         method, path, sent, _ = server.asked[0]
         assert (f"{method} {path}", sent) == (route, body)
-    assert results["POST /api/groups"] == [Group.from_json(group | {"rollouts": [rollout]})]
+    assert results["POST /api/groups"] == [Group(**group, rollouts=(Rollout.from_json(rollout),))]
     assert results["POST /api/rollouts/r1/claim"].agent_key == "k"
     assert "_key" not in repr(results["POST /api/rollouts/r1/claim"])
     assert results["GET /api/controllers"] == {"me": True}

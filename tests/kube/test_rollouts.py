@@ -39,7 +39,7 @@ async def test_many_rollouts_with_rewards_leave_nothing(place: Place) -> None:
 
 
 async def test_every_ending_has_its_class_and_reason(place: Place) -> None:
-    """And the last words are kept."""
+    """The last words are kept as well."""
     tasks = {
         "fails": {"script": f"{CALL}; echo last words; echo 0.5 > score; exit 3"},
         "hangs": {"script": f"{CALL}; echo 0.25 > score; echo waiting; sleep 300"},

@@ -23,9 +23,8 @@ SETTLED = "settled"
 MOST_PARTS = 100
 _BY_TASK = re.compile(r"\{[{%](?:(?!\{[{%]).)*?\btask\b", re.DOTALL)
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
-_NO_ROOM = {
-    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-}
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
@@ -47,12 +46,19 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
         if config.workspace.files is not None:
             write_files(paths.workspace, task_files(task, config.workspace.files))
     except OSError as error:
-        raise _failed(f"the workspace {paths.workspace} cannot be made: {error}") from error
+        raise _failed(f"the workspace {paths.workspace} cannot be made", error) from error
 
 
-def _failed(problem: str) -> LaunchError:
-    """By the system's words, since `shutil.Error` has no number."""
-    return NoRoom(problem) if any(words in problem for words in _NO_ROOM) else LaunchError(problem)
+def _failed(what: str, error: OSError) -> LaunchError:
+    kind = NoRoom if _numbers(error) & _NO_ROOM else LaunchError
+    return kind(f"{what}: {error}")
+
+
+def _numbers(error: OSError) -> set[int | None]:
+    """The system's error numbers. A copied folder's error has (source, target, words) for each file."""
+    if not isinstance(error, shutil.Error):
+        return {error.errno}
+    return {int(found[1]) for *_, words in error.args[0] if (found := _ERRNO.match(str(words)))}
 
 
 def settle(paths: AttemptPaths) -> None:
@@ -114,7 +120,7 @@ def ready_to_grade(task: Json, paths: AttemptPaths, number: int) -> None:
                 before.replace(paths.grade / f"exit.{number - 1}.json")
         own_folder(paths.workspace)
     except OSError as error:
-        raise _failed(f"the grader's folders in {paths.root} cannot be made: {error}") from error
+        raise _failed(f"the grader's folders in {paths.root} cannot be made", error) from error
 
 
 def task_files(task: Json, name: str) -> dict[PurePosixPath, str]:

@@ -155,8 +155,11 @@ class ControlApi:
         self.store.controllers.renew(body.controller)
         rollout = self.store.rollouts.claim(call.rollout_id, body.controller)
         lifetime_s = self.config.controller.start_timeout_s + self.config.harness.timeout_s
-        keys = (self._key(scope, rollout, lifetime_s) for scope in (Scope.AGENT, Scope.WORKSPACE))
-        return Claim(rollout, *keys)
+        return Claim(
+            rollout,
+            agent_key=self._key(Scope.AGENT, rollout, lifetime_s),
+            workspace_key=self._key(Scope.WORKSPACE, rollout, lifetime_s),
+        )
 
     async def list_controllers(self, _call: ControlCall) -> ControllerList:
         return ControllerList(self.store.controllers.listing(), self._run_name())

@@ -7,6 +7,7 @@ import re
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 from starlette.responses import Response
 
 import leyden
@@ -51,7 +52,9 @@ def document() -> Json:
     described = [(kind, "validation", adapter(kind)) for kind in bodies]
     described += [(kind, "serialization", adapter(kind)) for kind in answers]
     described.sort(key=lambda one: one[0].__name__)
-    _, schemas = TypeAdapter.json_schemas(described, ref_template="#/components/schemas/{model}")
+    _, schemas = TypeAdapter.json_schemas(
+        described, ref_template="#/components/schemas/{model}", schema_generator=_Schemas
+    )
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
@@ -69,6 +72,13 @@ def document() -> Json:
             },
         },
     }
+
+
+class _Schemas(GenerateJsonSchema):
+    """An answer has every field, also one with a default."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return self.mode == "serialization" or super().field_is_required(field, total)
 
 
 def _operation(operation: Operation) -> Json:

@@ -91,7 +91,7 @@ def _ends(db: sqlite3.Connection, rollout_id: str, attempt: int) -> list[int]:
 
 
 def _spare(db: sqlite3.Connection, rollout_id: str) -> None:
-    """Queued again, and the attempt does not count."""
+    """Queue the rollout again, and count the attempt against no limit; or fail it, where its calls are suspected."""
     suspected = db.execute(
         "SELECT COUNT(DISTINCT attempt) FROM turns WHERE rollout_id = ? AND state = 'lost'", (rollout_id,)
     ).fetchone()[0]

@@ -221,7 +221,7 @@ class Rollouts:
         return self._announce(rollout_id)
 
     def give_back(self, rollout_id: str, attempt: int, reason: str) -> Rollout:
-        """The attempt is void because its controller stopped: queued again, and it counts against no limit."""
+        """The attempt is void through no fault of its own: queued again, and it counts against no limit."""
         with transaction(self._db):
             self._move(
                 rollout_id,

@@ -185,7 +185,7 @@ class Loop:
         ]
 
     async def _learn(
-        self, step: int, groups: list[Group], collected: Collected, batch: Batch, seconds: dict[str, float]
+        self, step: int, groups: list[Group], collected: Collected, batch: Batch, seconds: Seconds
     ) -> None:
         """Writes 3 to 7 of a step. The gateway is asked before them: a step that is trained has its line."""
         unmet = await self._not_given()
@@ -208,7 +208,7 @@ class Loop:
         self._count_empty(collected, batch)
 
     def _measure(
-        self, collected: Collected, batch: Batch, stats: Mapping[str, float], seconds: dict[str, float], unmet: Json
+        self, collected: Collected, batch: Batch, stats: Mapping[str, float], seconds: Seconds, unmet: Json
     ) -> Json:
         numbers = measure(collected, batch, stats, seconds, pass_threshold=self._config.eval.pass_threshold)
         return {**numbers, "unmet": unmet}

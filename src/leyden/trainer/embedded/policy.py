@@ -73,9 +73,9 @@ class EmbeddedPolicy:
     def update(self, batch: Batch, sampling_temperature: float) -> UpdateMetrics:
         """One training step on a batch. A mini-batch without any gradient makes no optimizer step and is counted.
 
-        Raises TrainingError, naming
-        the optimizer step, if a loss or a gradient norm is not finite; that optimizer step then changes nothing,
-        while mini-batches before it in this update have been applied: go back to a checkpoint.
+        Raises TrainingError, naming the optimizer step, if a loss or a gradient norm is not finite; that optimizer
+        step then changes nothing, while mini-batches before it in this update have been applied: go back to a
+        checkpoint.
         """
         work = [self._micro_batches(mini) for mini in mini_batches(batch, self._mini_batches, self._rng)]
         tally = Tally()

@@ -66,8 +66,7 @@ async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left,
     assert (second["state"], second["attempt"], second["reward"]) == ("succeeded", 1, 8.0)
     for rollout_id in ("r1", "r2"):
         paths = attempt_paths(made.run_dir, rollout_id, 1)
-        names = [path.name for path in paths.root.iterdir()]
-        assert "workspace" not in names and workspace.SETTLED in names
+        assert paths.settled.exists() and not paths.workspace.exists()
 
 
 @pytest.mark.parametrize("script", STAYS)
@@ -200,7 +199,7 @@ def test_an_attempt_whose_folder_is_a_file_is_read_and_settled(config: Config) -
     assert read_exit(paths.root) is None
     assert workspace.unsettled(made.run_dir) == [("r1", 1)]
     workspace.settle(paths)
-    assert paths.root.read_text() == "x"
+    assert workspace.unsettled(made.run_dir) == [] and paths.root.read_text() == "x"
 
 
 def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:

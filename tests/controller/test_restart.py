@@ -489,13 +489,14 @@ async def test_what_a_killed_controller_left_is_cleaned_up_by_the_policy(
             gateway.add(name)
             gateway.set(name, state=state, attempt=1, controller="c")
             (made.run_dir / "attempts" / name / "1" / "workspace").mkdir(parents=True)
+            (made.run_dir / "attempts" / name / "1" / "settled").touch()  # an agent can say so as well
         gateway.add("live")
         folder = made.run_dir / "attempts"
         async with controlling(made, gateway):
             for name in ("good", "bad"):
-                await appears(folder / name / "1" / "settled")
+                await appears(made.run_dir / "settled" / f"{name}.1")
             await appears(folder / "live" / "1" / "workspace")
             assert [(folder / name / "1" / "workspace").exists() for name in ("good", "bad")] == kept
             (folder / "live" / "1" / "go").touch()
             await gateway.ended("live")
-            await appears(folder / "live" / "1" / "settled")
+            await appears(made.run_dir / "settled/live.1")

@@ -236,7 +236,7 @@ def unclean(folder: Path) -> list[str]:
     for attempt in (run / "attempts").glob("*/*"):
         with contextlib.suppress(NotADirectoryError):
             names = [path.name for path in attempt.iterdir()]
-            if "settled" not in names:
+            if not (run / f"settled/{attempt.parent.name}.{attempt.name}").exists():
                 found.append(f"{attempt} is not settled")
             if "workspace" in names:
                 found.append(f"{attempt} still has its workspace")

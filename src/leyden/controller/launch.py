@@ -33,6 +33,11 @@ class AttemptPaths:
     root: Path
 
     @property
+    def settled(self) -> Path:
+        """There once the attempt is cleaned up after; beside the attempts, where a harness does not write."""
+        return self.root.parents[2] / "settled" / f"{self.root.parent.name}.{self.root.name}"
+
+    @property
     def task(self) -> Path:
         return self.root / "task.json"
 

@@ -14,12 +14,11 @@ from typing import Any
 from leyden.config import RunConfig
 from leyden.controller.backends.leyden_launcher import removal
 from leyden.controller.backends.leyden_launcher.removal import open_up
-from leyden.controller.launch import AttemptPaths, is_plain_name, variables
+from leyden.controller.launch import AttemptPaths, attempt_paths, is_plain_name, variables
 from leyden.controller.templates import render
 from leyden.errors import LaunchError, NoRoom
 from leyden.types import Json
 
-SETTLED = "settled"
 MOST_PARTS = 100
 _BY_TASK = re.compile(r"\{[{%](?:(?!\{[{%]).)*?\btask\b", re.DOTALL)
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
@@ -65,26 +64,20 @@ def settle(paths: AttemptPaths) -> None:
     """Note that the attempt is over and cleaned up after. Raises OSError."""
     if paths.root.is_dir() and not (paths.root.is_symlink() or paths.root.parent.is_symlink()):
         open_up(str(paths.root))
-        (paths.root / SETTLED).touch(mode=0o600)
+    paths.settled.parent.mkdir(mode=0o700, exist_ok=True)
+    paths.settled.touch(mode=0o600)
 
 
 def unsettled(run_dir: Path) -> list[tuple[str, int]]:
     """(rollout id, attempt) of the folders that nobody cleaned up after, or not yet."""
-    return [
+    found = [
         (folder.parent.name, int(folder.name))
         for folder in (run_dir / "attempts").glob("*/*")
         if is_plain_name(folder.parent.name)
-        and not folder.parent.is_symlink()
+        and not (folder.is_symlink() or folder.parent.is_symlink())
         and _NUMBER.fullmatch(folder.name)
-        and not _is_settled(folder)
     ]
-
-
-def _is_settled(folder: Path) -> bool:
-    try:
-        return folder.is_symlink() or folder.parent.is_symlink() or (folder / SETTLED).exists()
-    except OSError:  # no folder any more, or one without permissions
-        return False
+    return [one for one in found if not attempt_paths(run_dir, *one).settled.exists()]
 
 
 def empty(folder: Path) -> None:

@@ -26,7 +26,7 @@ from leyden.gateway.ports import owner
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FailureClass, RolloutState
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_with_gateway import AGENT, run
 from tests.gateway.conftest import SECRET, Gateway, make_config, serving, until
 
@@ -102,27 +102,27 @@ async def test_capacity_after_200_endings(config: Config, gone: Left) -> None:
         controller={"concurrency": 5},
         grader={"harness": True},
     )
-    async with FakeGateway(max_attempts=1) as gateway:
+    async with LiveGateway(max_attempts=1) as gateway:
         for i in range(200):
             gateway.add(f"r{i}", {"shell": "no-such-shell" if i % 10 == 8 else "sh"})
         most = 0
         async with controlling(made, gateway):
             ended = asyncio.create_task(gateway.ended(limit_s=500))
             while not ended.done():
-                alive = [r for r in gateway.rollouts.values() if r["state"] in ("running", "grading")]
+                alive = [r for r in gateway.rollouts if r.state in ("running", "grading")]
                 most = max(most, len(alive))
                 for rollout in alive:
-                    if rollout["rollout_id"].endswith("2"):
-                        gateway.set(rollout["rollout_id"], state="cancelled")
+                    if rollout.rollout_id.endswith("2"):
+                        gateway.cancel(rollout.rollout_id)
                 await asyncio.sleep(0.005)
-            states = {r["state"] for r in gateway.rollouts.values()}
+            states = {r.state for r in gateway.rollouts}
             for i in range(5):  # the free slots, by taking them
                 gateway.add(f"last{i}", {"shell": "sleep"})
             made_last = [f"last{i}" for i in range(5)]
             await asyncio.gather(*(gateway.reached(i, "running") for i in made_last))
-            await gateway.ended()
+            rollouts = await gateway.ended()
     assert most == 5 and states <= {"succeeded", "failed", "cancelled"}
-    assert all(r["attempt"] == 1 for r in gateway.rollouts.values() if r["state"] != "cancelled")
+    assert all(r.attempt == 1 for r in rollouts if r.state != "cancelled")
 
 
 def test_eight_gateways_at_once_get_eight_ports(tmp_path: Path, tokenizer_path: Path) -> None:

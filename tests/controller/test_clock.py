@@ -10,7 +10,7 @@ import pytest
 from leyden.config import RunConfig
 from leyden.controller.clock import Clock
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_restart import appears
 from tests.controller.test_runs import attempt_dir
 
@@ -32,7 +32,7 @@ async def test_a_time_out_comes_although_the_clock_jumps(
     config: Config, gone: Left, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     made = config("echo on; sleep 300", harness={"timeout_s": 1.5})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
             await appears(attempt_dir(made) / "harness.log")
@@ -40,4 +40,4 @@ async def test_a_time_out_comes_although_the_clock_jumps(
             monkeypatch.setattr(time, "time", lambda: real() + jump_s)
             (rollout,) = await gateway.ended(limit_s=60)
             monkeypatch.undo()
-    assert (rollout["timed_out"], rollout["reward"]) == (True, 1.0)
+    assert (rollout.timed_out, rollout.reward) == (True, 1.0)

@@ -19,9 +19,10 @@ from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.jobs import TIMEOUT, Exit, as_ordered, read_exit
 from leyden.controller.launch import attempt_paths
+from leyden.records import Rollout
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
 from tests.controller.hostile import KILL_BOTH, KILLERS, LEFTOVERS, NEST, STAYS, Leftover
+from tests.controller.live_gateway import LiveGateway
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -47,9 +48,9 @@ def _etc_stays() -> Iterator[None]:
     assert Path("/etc").stat().st_mtime_ns == before
 
 
-async def two_rollouts(config: RunConfig) -> list[dict[str, Any]]:
+async def two_rollouts(config: RunConfig) -> list[Rollout]:
     """The hostile one, then another in the same controller."""
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1", {"answer": 7.0, "hostile": True})
         async with controlling(config, gateway):
             await gateway.ended("r1")
@@ -62,8 +63,8 @@ async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left,
     script = f"if grep -q hostile ../task.json; then {hostile.script}; fi"
     made = config(script, grader={"command": SEES_TASK}, workspace={"keep": "none"})
     first, second = await two_rollouts(made)
-    assert (first["state"], first["attempt"], first["reward"]) == ("succeeded", 1, 7.0 + hostile.files / 4)
-    assert (second["state"], second["attempt"], second["reward"]) == ("succeeded", 1, 8.0)
+    assert (first.state, first.attempt, first.reward) == ("succeeded", 1, 7.0 + hostile.files / 4)
+    assert (second.state, second.attempt, second.reward) == ("succeeded", 1, 8.0)
     for rollout_id in ("r1", "r2"):
         paths = attempt_paths(made.run_dir, rollout_id, 1)
         assert paths.settled.exists() and not paths.workspace.exists()
@@ -72,22 +73,22 @@ async def test_what_an_agent_left_is_graded_as_it_is(config: Config, gone: Left,
 @pytest.mark.parametrize("script", STAYS)
 async def test_a_time_out_ends_what_stops_those_who_watch_it(config: Config, gone: Left, script: str) -> None:
     made = config(script, harness={"timeout_s": 1})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended()
-    assert (rollout["timed_out"], rollout["attempt"], rollout["reward"]) == (True, 1, 1.0)
+    assert (rollout.timed_out, rollout.attempt, rollout.reward) == (True, 1, 1.0)
 
 
 @pytest.mark.parametrize("script", [*KILLERS, *KILL_BOTH])
 async def test_who_kills_what_watches_it_has_failed_and_is_graded(config: Config, gone: Left, script: str) -> None:
     made = config(script)
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended("r1")
-    assert (rollout["failure"], rollout["attempt"], rollout["reward"]) == ("agent", 1, 1.0)
-    assert (rollout["exit_code"], rollout["timed_out"]) == (-9, False)
+    assert (rollout.failure, rollout.attempt, rollout.reward) == ("agent", 1, 1.0)
+    assert (rollout.exit_code, rollout.timed_out) == (-9, False)
 
 
 def test_a_reaper_that_failed_makes_its_job_void() -> None:
@@ -104,12 +105,12 @@ async def test_a_child_of_its_own_session_dies_also_when_launcher_and_reaper_wer
 ) -> None:
     script = "setsid sleep 300 & sleep 0.3; kill -9 $(ps -o ppid= -p $PPID) $PPID; sleep 300"
     made = config(script, harness={"max_attempts": 1})
-    async with FakeGateway(max_attempts=1) as gateway:
+    async with LiveGateway(max_attempts=1) as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended()
             assert [line for line in gone() if "sleep 300" in line] == []
-    assert (rollout["failure"], rollout["reward"]) == ("agent", 1.0)
+    assert (rollout.failure, rollout.reward) == ("agent", 1.0)
 
 
 def _text(content: str) -> Callable[[Path], Any]:
@@ -134,14 +135,14 @@ async def test_an_exit_that_is_none_makes_a_lost_attempt(
     paths.root.mkdir(parents=True)
     make(paths.exit)
     assert read_exit(paths.root) is None
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
-        gateway.set("r1", state="running", attempt=1, controller="c")
+        gateway.claimed("r1")
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended("r1")
             gateway.add("r2")
             (second,) = await gateway.ended("r2")
-    assert (rollout["attempt"], rollout["reward"], second["reward"]) == (2, 1.0, 1.0)
+    assert (rollout.attempt, rollout.reward, second.reward) == (2, 1.0, 1.0)
 
 
 async def test_garbage_of_an_earlier_life_ends_no_controller(config: Config, gone: Left) -> None:
@@ -155,12 +156,12 @@ async def test_garbage_of_an_earlier_life_ends_no_controller(config: Config, gon
     (attempts / "r8").write_text("a file")
     (attempts / "r7").mkdir()
     (attempts / "r7/1").write_text("a file")
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r7")
         gateway.add("r8")
         async with controlling(made, gateway):
             ended = await gateway.ended()
-    assert [(r["state"], r["attempt"], r["reward"]) for r in ended] == [("succeeded", 1, 1.0)] * 2
+    assert [(r.state, r.attempt, r.reward) for r in ended] == [("succeeded", 1, 1.0)] * 2
     assert list(jobs.iterdir()) == []
 
 
@@ -179,16 +180,16 @@ async def test_an_error_that_nobody_expected_voids_the_attempt_and_frees_its_slo
 
     monkeypatch.setattr(LocalBackend, method, once)
     made = config(controller={"concurrency": 1})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         if method == "find":
-            gateway.set("r1", state="running", attempt=1, controller="c")
+            gateway.claimed("r1")
         async with controlling(made, gateway):
             (first,) = await gateway.ended("r1")
             gateway.add("r2")
             (second,) = await gateway.ended("r2")
-    assert (first["state"], first["reward"], first["attempt"]) == ("succeeded", 1.0, 1 if method == "forget" else 2)
-    assert (second["state"], second["reward"]) == ("succeeded", 1.0)
+    assert (first.state, first.reward, first.attempt) == ("succeeded", 1.0, 1 if method == "forget" else 2)
+    assert (second.state, second.reward) == ("succeeded", 1.0)
 
 
 def test_an_attempt_whose_folder_is_a_file_is_read_and_settled(config: Config) -> None:

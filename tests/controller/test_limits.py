@@ -19,7 +19,7 @@ from leyden.controller.backends.leyden_launcher.disk import DiskWatch, unlinked,
 from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.errors import LaunchError
 from tests.controller.conftest import GRADER, controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_restart import Runner, kill9, launchers, start_controller, wait_until
 from tests.controller.test_runs import attempt_dir, run
 from tests.controller.test_sandbox import needs_bwrap
@@ -215,9 +215,9 @@ async def test_limits_that_cannot_be_kept_are_an_error_at_the_start(tmp_path: Pa
 async def test_memory_over_the_limit_is_the_agents_failure_and_graded(config: Config, gone: Left) -> None:
     made = config(f"exec {EAT}", harness={"limits": {"memory_bytes": 150 * MIB}})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["failure"], rollout["attempt"]) == ("failed", "agent", 1)
-    assert rollout["reason"] == f"OOMKilled: over harness.limits.memory_bytes {150 * MIB} (killed by SIGKILL)"
-    assert (rollout["exit_code"], rollout["reward"]) == (-9, 1.0)
+    assert (rollout.state, rollout.failure, rollout.attempt) == ("failed", "agent", 1)
+    assert rollout.reason == f"OOMKilled: over harness.limits.memory_bytes {150 * MIB} (killed by SIGKILL)"
+    assert (rollout.exit_code, rollout.reward) == (-9, 1.0)
     assert groups_of(made) == []
 
 
@@ -227,7 +227,7 @@ async def test_a_child_over_the_limit_is_a_warning_if_the_harness_goes_on(
 ) -> None:
     made = config(f"{EAT}; exit 0", harness={"limits": {"memory_bytes": 150 * MIB}})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["reason"], rollout["reward"]) == ("succeeded", None, 1.0)
+    assert (rollout.state, rollout.reason, rollout.reward) == ("succeeded", None, 1.0)
     assert f"rollout r1 attempt 1: OOMKilled: over harness.limits.memory_bytes {150 * MIB} (exit 0)" in caplog.text
 
 
@@ -235,8 +235,8 @@ async def test_a_child_over_the_limit_is_a_warning_if_the_harness_goes_on(
 async def test_hundreds_of_children_under_a_limit(config: Config, gone: Left) -> None:
     made = config("for i in $(seq 300); do sleep 300 & done; echo $i", harness={"limits": {"pids": 40}})
     (rollout,) = await run(made)
-    assert (rollout["failure"], rollout["reward"]) == ("agent", 1.0)
-    assert rollout["reason"].startswith("forks were refused at harness.limits.pids 40 (exit ")
+    assert (rollout.failure, rollout.reward) == ("agent", 1.0)
+    assert rollout.reason.startswith("forks were refused at harness.limits.pids 40 (exit ")
     assert groups_of(made) == []
 
 
@@ -249,7 +249,7 @@ async def test_a_fork_bomb_under_a_limit_ends_with_its_time(config: Config, gone
     harness = {"limits": {"pids": 60}, "timeout_s": 2, "sandbox": sandbox}
     made = config(f"exec {sys.executable} -c '{bomb}'", harness=harness)
     (rollout,) = await run(made)
-    assert (rollout["timed_out"], rollout["attempt"], rollout["reward"]) == (True, 1, 1.0)
+    assert (rollout.timed_out, rollout.attempt, rollout.reward) == (True, 1, 1.0)
     assert groups_of(made) == []
 
 
@@ -293,8 +293,8 @@ async def test_a_forked_harness_obeys_as_well(config: Config, gone: Left) -> Non
     )
     (rollout,) = await run(made)
     assert (attempt_dir(made) / "harness.log").read_text() == "Resource temporarily unavailable\n"
-    assert rollout["reason"].startswith("OOMKilled: over harness.limits.memory_bytes") and rollout["failure"] == "agent"
-    assert "forks were refused at harness.limits.pids 5" in rollout["reason"]
+    assert rollout.reason.startswith("OOMKilled: over harness.limits.memory_bytes") and rollout.failure == "agent"
+    assert "forks were refused at harness.limits.pids 5" in rollout.reason
 
 
 @needs_groups
@@ -304,7 +304,7 @@ async def test_groups_go_after_any_kill(config: Config, gone: Left) -> None:
         "test $LEYDEN_ATTEMPT = 2 || { echo x >> ../starts; (setsid sleep 300 &); sleep 300; }",
         harness={"limits": {"pids": 50}},
     )
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         first = start_controller(made, gateway)
         await wait_until((attempt_dir(made) / "starts").exists)
@@ -317,7 +317,7 @@ async def test_groups_go_after_any_kill(config: Config, gone: Left) -> None:
             launcher.kill()
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended()
-    assert (rollout["state"], rollout["attempt"]) == ("succeeded", 2)
+    assert (rollout.state, rollout.attempt) == ("succeeded", 2)
     assert groups_of(made) == []
 
 
@@ -325,8 +325,8 @@ async def test_workspace_over_its_limit_is_the_agents_failure_and_graded(config:
     script = "mkdir deep; head -c 3000000 /dev/zero > deep/big; trap 'exit 0' TERM; while :; do sleep 0.1; done"
     made = config(script, harness={"limits": {"workspace_bytes": 1_000_000}})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["failure"], rollout["reward"]) == ("failed", "agent", 1.0)
-    assert rollout["reason"].startswith("over harness.limits.workspace_bytes 1000000 (")
+    assert (rollout.state, rollout.failure, rollout.reward) == ("failed", "agent", 1.0)
+    assert rollout.reason.startswith("over harness.limits.workspace_bytes 1000000 (")
     facts = json.loads((attempt_dir(made) / "exit.json").read_text())
     assert (facts["killed"], facts["signal"], facts["error"]) == ("limit", 9, None)
 
@@ -366,7 +366,7 @@ def test_a_file_without_a_name_counts_while_it_is_open(tmp_path: Path) -> None:
 async def test_an_open_file_without_a_name_is_over_the_limit_too(config: Config, gone: Left) -> None:
     hidden = "exec 3> f; rm f; head -c 3000000 /dev/zero >&3; sleep 300"
     (rollout,) = await run(config(hidden, harness={"limits": {"workspace_bytes": 1_000_000}}))
-    assert (rollout["state"], rollout["failure"], rollout["reward"]) == ("failed", "agent", 1.0)
+    assert (rollout.state, rollout.failure, rollout.reward) == ("failed", "agent", 1.0)
 
 
 async def test_a_grader_may_write_as_much_as_the_harness_beside_what_it_found(config: Config, gone: Left) -> None:
@@ -376,7 +376,7 @@ async def test_a_grader_may_write_as_much_as_the_harness_beside_what_it_found(co
         "head -c 2000000 /dev/zero > f", harness={"limits": {"workspace_bytes": 1_000_000}}, grader={"command": grades}
     )
     (rollout,) = await run(made)
-    assert (rollout["attempt"], rollout["reward"]) == (1, 1.0)
+    assert (rollout.attempt, rollout.reward) == (1, 1.0)
 
 
 def test_disk_is_not_looked_at_before_its_time(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from leyden.config import RunConfig
 from leyden.controller import pressure
 from leyden.controller.pressure import Load, Pressure, allowed, read
 from tests.controller.conftest import CALM, controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_restart import wait_until
 
 Config = Callable[..., RunConfig]
@@ -86,7 +86,7 @@ async def test_the_controller_starts_fewer(config: Config, gone: Left, monkeypat
 
     monkeypatch.setattr(Pressure.__init__, "__defaults__", (look,))
     made = config("while ! test -e ../../../../../go; do sleep 0.02; done", controller={"concurrency": 4})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         for i in range(2):
             gateway.add(f"r{i}")
         async with controlling(made, gateway):
@@ -101,7 +101,7 @@ async def test_the_controller_starts_fewer(config: Config, gone: Left, monkeypat
             most = 0
             ended = asyncio.create_task(gateway.ended())
             while not ended.done():
-                most = max(most, sum(r["state"] in ("running", "grading") for r in gateway.rollouts.values()))
+                most = max(most, sum(r.state in ("running", "grading") for r in gateway.rollouts))
                 await asyncio.sleep(0.005)
     assert most == 2
-    assert [r["state"] for r in gateway.rollouts.values()] == ["succeeded"] * 8
+    assert [r.state for r in await ended] == ["succeeded"] * 8

@@ -26,7 +26,7 @@ from leyden.controller.backends.leyden_launcher import late
 from leyden.controller.jobs import Exit, Job
 from leyden.errors import LaunchError
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
@@ -41,7 +41,7 @@ asyncio.run(run_controller(config, sys.argv[2], sys.stdin.readline().strip(), "c
 """
 
 
-def start_controller(config: RunConfig, gateway: FakeGateway) -> subprocess.Popen[bytes]:
+def start_controller(config: RunConfig, gateway: LiveGateway) -> subprocess.Popen[bytes]:
     """A controller as a process of its own, in the test's folder."""
     path = config.config_dir / "config.json"
     path.write_text(config.model_dump_json())
@@ -84,7 +84,7 @@ async def appears(path: Path) -> None:
 async def test_restarted_controller_adopts_what_runs_and_what_ended(config: Config, gone: Left) -> None:
     """Kill -9 with 3 live agents: each ends once, none runs a second time."""
     made = config("echo x >> ../starts; while ! test -e ../go; do sleep 0.02; done")
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         for i in range(3):
             gateway.add(f"r{i}")
         first = start_controller(made, gateway)
@@ -101,36 +101,36 @@ async def test_restarted_controller_adopts_what_runs_and_what_ended(config: Conf
         kill9(second)
         async with controlling(made, gateway):
             pass
-    assert first_ended["state"] == "succeeded"
-    assert [(r["state"], r["attempt"], r["reward"]) for r in rollouts] == [("succeeded", 1, 1.0)] * 3
+    assert first_ended.state == "succeeded"
+    assert [(r.state, r.attempt, r.reward) for r in rollouts] == [("succeeded", 1, 1.0)] * 3
     assert starts(made) == {"r0/1": 1, "r1/1": 1, "r2/1": 1}
 
 
 async def test_deadline_holds_over_a_restart(config: Config, gone: Left) -> None:
     made = config("echo x >> ../starts; sleep 300", harness={"timeout_s": 2})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         first = start_controller(made, gateway)
         await appears(made.run_dir / "attempts/r1/1/starts")
         kill9(first)
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended()
-    assert (rollout["timed_out"], rollout["attempt"]) == (True, 1)
+    assert (rollout.timed_out, rollout.attempt) == (True, 1)
     facts = json.loads((made.run_dir / "attempts/r1/1/exit.json").read_text())
     assert facts["killed"] == "timeout" and facts["ended"] - facts["started"] >= 1.9
 
 
 async def test_claim_without_a_start_is_given_back(config: Config, gone: Left) -> None:
     made = config("echo x >> ../starts")
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
-        gateway.set("r1", state="running", attempt=1, controller="c")
+        gateway.claimed("r1")
         gateway.add("theirs")
-        gateway.set("theirs", state="running", attempt=1, controller="another")
+        gateway.claimed("theirs", "another")
         async with controlling(made, gateway):
             (rollout,) = await gateway.ended("r1")
-            assert gateway.rollouts["theirs"]["state"] == "running"
-    assert (rollout["state"], rollout["attempt"]) == ("succeeded", 2)
+            assert gateway["theirs"].state == "running"
+    assert (rollout.state, rollout.attempt) == ("succeeded", 2)
     assert starts(made) == {"r1/2": 1}
 
 
@@ -143,7 +143,7 @@ async def test_kills_at_any_moment_neither_lose_nor_double_a_run(config: Config,
         grader={"command": ["sh", "-c", _grader("echo x >> ../graded")]},
     )
     rng = random.Random(3)
-    async with FakeGateway(max_attempts=50) as gateway:
+    async with LiveGateway(max_attempts=50) as gateway:
         for i in range(16):
             gateway.add(f"r{i}")
         ended = asyncio.create_task(gateway.ended(limit_s=500))
@@ -159,9 +159,9 @@ async def test_kills_at_any_moment_neither_lose_nor_double_a_run(config: Config,
         rollouts = await ended
         async with controlling(made, gateway):
             pass
-    assert [r["state"] for r in rollouts] == ["succeeded"] * 16
+    assert [r.state for r in rollouts] == ["succeeded"] * 16
     assert set(starts(made).values()) == {1}
-    assert {f"{r['rollout_id']}/{r['attempt']}" for r in rollouts} <= set(starts(made))
+    assert {f"{r.rollout_id}/{r.attempt}" for r in rollouts} <= set(starts(made))
 
 
 def _grader(first: str) -> str:
@@ -484,10 +484,10 @@ async def test_what_a_killed_controller_left_is_cleaned_up_by_the_policy(
 ) -> None:
     """Ended, but the controller was killed before it removed the workspaces; a live attempt's stays."""
     made = config("while ! test -e ../go; do sleep 0.02; done", workspace={"keep": keep})
-    async with FakeGateway() as gateway:
-        for name, state in (("good", "succeeded"), ("bad", "failed")):
+    async with LiveGateway() as gateway:
+        for name, exit_code in (("good", 0), ("bad", 1)):
             gateway.add(name)
-            gateway.set(name, state=state, attempt=1, controller="c")
+            gateway.over(name, exit_code)
             (made.run_dir / "attempts" / name / "1" / "workspace").mkdir(parents=True)
             (made.run_dir / "attempts" / name / "1" / "settled").touch()  # an agent can say so as well
         gateway.add("live")

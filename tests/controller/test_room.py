@@ -14,7 +14,7 @@ import pytest
 from leyden.config import RunConfig
 from leyden.controller import act, loop, workspace
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 
 Config = Callable[..., RunConfig]
 
@@ -32,7 +32,7 @@ async def test_nothing_is_started_without_room(
     monkeypatch.setattr(loop, "shortage", shortage)
     monkeypatch.setattr(loop, "RESYNC_S", 0.2)
     made = config()
-    async with FakeGateway(max_attempts=1) as gateway:
+    async with LiveGateway(max_attempts=1) as gateway:
         gateway.add("r1", None)
         async with controlling(made, gateway):
             for _ in range(5):
@@ -41,7 +41,7 @@ async def test_nothing_is_started_without_room(
             assert not (made.run_dir / "attempts" / "r1").exists()
             short[0] = None
             (rollout,) = await gateway.ended()
-    assert rollout["state"] == "succeeded"
+    assert rollout.state == "succeeded"
     assert [r.getMessage() for r in caplog.records if "disk" in r.getMessage()] == ["the disk is short"]
 
 
@@ -61,8 +61,8 @@ async def test_a_workspace_without_room_uses_up_no_attempt(
         write(path, text)
 
     monkeypatch.setattr(workspace, "_write_private", short)
-    async with FakeGateway(max_attempts=1) as gateway:
+    async with LiveGateway(max_attempts=1) as gateway:
         gateway.add("r1", None)
         async with controlling(config(), gateway):
             (rollout,) = await gateway.ended()
-    assert (rollout["state"], rollout["attempt"], failures) == ("succeeded", 4, [])
+    assert (rollout.state, rollout.attempt, failures) == ("succeeded", 4, [])

@@ -1,4 +1,4 @@
-"""Real processes through the whole controller, against the control API in memory."""
+"""Real processes through the whole controller, against a real gateway."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller.jobs import WATCHER_KILLED
+from leyden.records import Rollout
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_restart import appears, wait_until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]
 CALL = (
     "import os, urllib.request as u; headers = {'authorization': 'Bearer ' + os.environ['LEYDEN_KEY']}; "
-    "u.urlopen(u.Request(os.environ['LEYDEN_URL'] + '/hit', headers=headers))"
+    "url = os.environ['LEYDEN_URL'] + '/v1/chat/completions'; body = os.environ['LEYDEN_CALL'].encode(); "
+    "print(u.urlopen(u.Request(url, body, headers)).read())"
 )
-HIT = f'{sys.executable} -c "{CALL}"'
+MESSAGES = '{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'
+CALL_MODEL = f"LEYDEN_CALL='{MESSAGES}' {sys.executable} -c \"{CALL}\""
 
 
 def attempt_dir(config: RunConfig, rollout_id: str = "r1", attempt: int = 1) -> Path:
@@ -39,8 +42,8 @@ def text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-async def run(config: RunConfig, *rollout_ids: str, task: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    async with FakeGateway(max_attempts=config.harness.max_attempts) as gateway:
+async def run(config: RunConfig, *rollout_ids: str, task: dict[str, Any] | None = None) -> list[Rollout]:
+    async with LiveGateway(max_attempts=config.harness.max_attempts) as gateway:
         for rollout_id in rollout_ids or ("r1",):
             gateway.add(rollout_id, task)
         async with controlling(config, gateway):
@@ -48,9 +51,9 @@ async def run(config: RunConfig, *rollout_ids: str, task: dict[str, Any] | None 
 
 
 async def test_clean_exit_is_graded_with_its_own_key(config: Config, gone: Left) -> None:
-    made = config("echo hello > out; test $LEYDEN_ATTEMPT = 1 && " + HIT)
+    made = config("echo hello > out; test $LEYDEN_ATTEMPT = 1 && " + CALL_MODEL)
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["reward"], rollout["turns"]) == ("succeeded", 1.0, 1)
+    assert (rollout.state, rollout.reward, rollout.turns) == ("succeeded", 1.0, 1)
     facts = json.loads((attempt_dir(made) / "exit.json").read_text())
     assert (facts["exit_code"], facts["signal"], facts["killed"], facts["error"]) == (0, None, None, None)
     assert 0 < facts["cpu_s"] < 60 and facts["max_rss_bytes"] > 1e5
@@ -58,14 +61,14 @@ async def test_clean_exit_is_graded_with_its_own_key(config: Config, gone: Left)
 
 async def test_crash_and_signal_are_agent_failures_that_keep_their_reward(config: Config, gone: Left) -> None:
     (crashed,) = await run(config("exit 3"))
-    assert (crashed["state"], crashed["failure"], crashed["exit_code"], crashed["reward"]) == (
+    assert (crashed.state, crashed.failure, crashed.exit_code, crashed.reward) == (
         "failed",
         "agent",
         3,
         1.0,
     )
     (killed,) = await run(config("kill -SEGV $$"), "r2")
-    assert (killed["failure"], killed["exit_code"], killed["reason"]) == ("agent", -11, "killed by SIGSEGV")
+    assert (killed.failure, killed.exit_code, killed.reason) == ("agent", -11, "killed by SIGSEGV")
 
 
 async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_path: Path, gone: Left) -> None:
@@ -75,21 +78,21 @@ async def test_bare_python_is_that_of_the_named_environment(config: Config, tmp_
         harness={"command": ["python", "-c", "import sys; print(sys.prefix)"], "python": f"{tmp_path}/venv/bin/python"}
     )
     (rollout,) = await run(made)
-    assert rollout["exit_code"] == 0
+    assert rollout.exit_code == 0
     assert (attempt_dir(made) / "harness.log").read_text() == f"{tmp_path}/venv\n"
 
 
 async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Left) -> None:
     """The deadline ends it, so its group closes; what it printed stays."""
     made = config("trap '' TERM; echo a; echo b; echo started; sleep 100; sleep 100", harness={"timeout_s": 0.5})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
-        gateway.set("r1", held_s=3600.0)
+        gateway.hold_all()
         async with controlling(made, gateway):
             await wait_until(lambda: text(attempt_dir(made) / "harness.log") == "a\nb\nstarted\n")
-            gateway.set("r1", held_s=0.0)
+            gateway.release("r1")
             (rollout,) = await gateway.ended()
-    assert (rollout["state"], rollout["failure"], rollout["timed_out"], rollout["reward"]) == (
+    assert (rollout.state, rollout.failure, rollout.timed_out, rollout.reward) == (
         "failed",
         "agent",
         True,
@@ -99,14 +102,14 @@ async def test_timeout_kills_the_harness_and_is_graded(config: Config, gone: Lef
 
 
 async def test_held_time_moves_the_deadline(config: Config, gone: Left) -> None:
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         made = config("sleep 1.2", harness={"timeout_s": 0.5})
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
-            gateway.rollouts["r1"]["held_s"] = 3600.0  # no change of the feed
+            gateway.store.rollouts.add_held("r1", 1, 3600.0)  # no change of the feed
             (rollout,) = await gateway.ended()
-    assert (rollout["state"], rollout["timed_out"]) == ("succeeded", False)
+    assert (rollout.state, rollout.timed_out) == ("succeeded", False)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +124,19 @@ async def test_held_time_moves_the_deadline(config: Config, gone: Left) -> None:
     ids=["background", "setsid", "double-fork", "ignores-term", "hundreds"],
 )
 async def test_nothing_of_a_harness_outlives_it(config: Config, gone: Left, script: str) -> None:
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         async with controlling(config(script), gateway):
             (rollout,) = await gateway.ended()
             assert [c for c in gone() if "sleep 300" in c] == []
-    assert rollout["state"] == "succeeded"
+    assert rollout.state == "succeeded"
 
 
 async def test_flood_is_capped_with_its_beginning_and_end(config: Config, gone: Left) -> None:
     made = config("echo first; yes x | head -c 30000000; echo last", harness={"log_bytes": 200_000})
     (rollout,) = await run(made)
     log = (attempt_dir(made) / "harness.log").read_bytes()
-    assert rollout["state"] == "succeeded"
+    assert rollout.state == "succeeded"
     assert log.startswith(b"first\n") and log.endswith(b"last\n") and len(log) < 201_000
     dropped = json.loads((attempt_dir(made) / "exit.json").read_text())["log_dropped_bytes"]
     assert f"[leyden: {dropped} bytes left out".encode() in log
@@ -145,8 +148,8 @@ async def test_command_that_is_missing_fails_once_as_infrastructure(
 ) -> None:
     made = config(harness={"command": ["no-such-agent"], "max_attempts": 2})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["failure"], rollout["attempt"]) == ("failed", "infrastructure", 1)
-    assert rollout["reason"].startswith("cannot start 'no-such-agent' in ")
+    assert (rollout.state, rollout.failure, rollout.attempt) == ("failed", "infrastructure", 1)
+    assert rollout.reason.startswith("cannot start 'no-such-agent' in ")
     assert f"log: {attempt_dir(made, 'r1', 1)}/harness.log" in caplog.text and "rollout r1" in caplog.text
 
 
@@ -169,29 +172,29 @@ async def test_what_no_program_can_be_started_with_fails_once(
 ) -> None:
     """As infrastructure, never as the agent's failure: nothing of the agent has run."""
     (rollout,) = await run(config(harness=harness | {"max_attempts": 3}), task={"v": value})
-    assert (rollout["failure"], rollout["attempt"]) == ("infrastructure", 1)
-    assert reason in rollout["reason"]
-    assert "LEYDEN_TASK" in rollout["reason"] or "start" in reason or "template" in reason
+    assert (rollout.failure, rollout.attempt) == ("infrastructure", 1)
+    assert reason in rollout.reason
+    assert "LEYDEN_TASK" in rollout.reason or "start" in reason or "template" in reason
 
 
 async def test_bad_template_is_infrastructure_and_names_the_variable(config: Config, gone: Left) -> None:
     """A template that fails, whatever for, ends the rollout, not the run."""
     made = config(harness={"command": ["echo", "{{ task.promt }}"], "max_attempts": 1})
     (rollout,) = await run(made, task={"prompt": "hi"})
-    assert rollout["failure"] == "infrastructure"
-    assert "harness.command[1]" in rollout["reason"] and "promt" in rollout["reason"]
+    assert rollout.failure == "infrastructure"
+    assert "harness.command[1]" in rollout.reason and "promt" in rollout.reason
 
 
 async def test_cancelled_rollout_is_killed_and_forgotten(config: Config, gone: Left) -> None:
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         gateway.add("r2")
         made = config("case $LEYDEN_ROLLOUT_ID in r1) sleep 300;; esac", controller={"concurrency": 1})
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
-            gateway.set("r1", state="cancelled")
+            gateway.cancel("r1")
             (second,) = await gateway.ended("r2")
-            assert second["state"] == "succeeded"
+            assert second.state == "succeeded"
             assert [c for c in gone() if "sleep 300" in c] == []
     assert not (attempt_dir(made) / "workspace").exists()
 
@@ -202,22 +205,22 @@ async def test_grader_crash_is_retried(config: Config, gone: Left) -> None:
     )
     made = config(grader={"command": ["sh", "-c", script]})
     (rollout,) = await run(made)
-    assert (rollout["state"], rollout["reward"], rollout["attempt"]) == ("succeeded", 0.25, 1)
+    assert (rollout.state, rollout.reward, rollout.attempt) == ("succeeded", 0.25, 1)
     assert json.loads((attempt_dir(made) / "grade" / "exit.1.json").read_text())["exit_code"] == 1
 
 
 async def test_grader_that_always_crashes_is_infrastructure(config: Config, gone: Left) -> None:
     made = config(grader={"command": ["sh", "-c", "echo oh no; exit 9"]}, harness={"max_attempts": 1})
     (rollout,) = await run(made)
-    assert (rollout["failure"], rollout["reward"]) == ("infrastructure", None)
-    assert rollout["reason"].startswith("the grader failed 2 times, last: exit 9; log: ")
+    assert (rollout.failure, rollout.reward) == ("infrastructure", None)
+    assert rollout.reason.startswith("the grader failed 2 times, last: exit 9; log: ")
     assert (attempt_dir(made) / "grade" / "grade.log").read_text() == "oh no\noh no\n"
 
 
 async def test_grader_timeout_counts_as_crash(config: Config, gone: Left) -> None:
     made = config(grader={"command": ["sleep", "300"], "timeout_s": 0.3, "max_tries": 1}, harness={"max_attempts": 1})
     (rollout,) = await run(made)
-    assert "the grader failed 1 times, last: timeout after" in rollout["reason"]
+    assert "the grader failed 1 times, last: timeout after" in rollout.reason
 
 
 async def test_function_grader(config: Config, gone: Left, tmp_path: Path) -> None:
@@ -226,17 +229,17 @@ async def test_function_grader(config: Config, gone: Left, tmp_path: Path) -> No
     )
     made = config("echo 0.5 > answer", grader={"function": "my_grader:grade"}, workspace={"keep": "all"})
     (rollout,) = await run(made, task={"scale": 0.5})
-    assert (rollout["state"], rollout["reward"]) == ("succeeded", 0.25)
+    assert (rollout.state, rollout.reward) == ("succeeded", 0.25)
 
 
 async def test_function_grader_that_returns_no_number_fails(config: Config, gone: Left, tmp_path: Path) -> None:
     (tmp_path / "bad_grader.py").write_text("def grade(task, workspace):\n    return 'good'\n")
     made = config(grader={"function": "bad_grader:grade", "max_tries": 1}, harness={"max_attempts": 1})
     (rollout,) = await run(made)
-    assert rollout["failure"] == "infrastructure"
+    assert rollout.failure == "infrastructure"
     said = "leyden.errors.GatewayError: the reward 'good' (str) is not a finite number"
     assert said in (attempt_dir(made) / "grade" / "grade.log").read_text()
-    assert rollout["reason"].endswith(f"; last words: {said}")
+    assert rollout.reason.endswith(f"; last words: {said}")
 
 
 async def test_no_model_call_warns_and_names_the_variables(
@@ -247,21 +250,21 @@ async def test_no_model_call_warns_and_names_the_variables(
 
 
 async def test_clean_stop_gives_rollouts_back_and_leaves_nothing(config: Config, gone: Left) -> None:
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         made = config("echo on; sleep 300")
         async with controlling(made, gateway):
             await gateway.reached("r1", "running")
             await appears(attempt_dir(made) / "harness.log")
         assert gone() == []
-        assert gateway.rollouts["r1"]["state"] == "queued"
-        assert gateway.rollouts["r1"]["reason"].startswith("the controller was stopped")
+        assert gateway["r1"].state == "queued"
+        assert gateway["r1"].reason.startswith("the controller was stopped")
 
 
 async def test_reward_that_was_posted_before_the_grader_crashed_stands(config: Config, gone: Left) -> None:
     code = "from leyden.client import post_reward; post_reward(0.75); raise SystemExit(1)"
     (rollout,) = await run(config(grader={"command": [sys.executable, "-c", code]}))
-    assert (rollout["state"], rollout["reward"]) == ("succeeded", 0.75)
+    assert (rollout.state, rollout.reward) == ("succeeded", 0.75)
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("failed", [False, True]), ("all", [True, True]), ("none", [False, False])])
@@ -277,10 +280,10 @@ async def test_secrets_are_in_no_log(
     """Neither keys nor the control secret reach logs, records or command lines, whatever happens."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("LEYDEN_SECRET", "CANARY-123")
-    async with FakeGateway(max_attempts=1) as gateway:
+    async with LiveGateway(max_attempts=1) as gateway:
         for rollout_id in ("ok", "crash", "hang"):
             gateway.add(rollout_id)
-            gateway.set(rollout_id, held_s=3600.0)
+        gateway.hold_all()
         script = "case $LEYDEN_ROLLOUT_ID in crash) exit 1;; hang) sleep 300;; esac; env | grep -c CANARY; true"
         made = config(script, harness={"timeout_s": 0.5, "max_attempts": 1})
         async with controlling(made, gateway):
@@ -288,7 +291,7 @@ async def test_secrets_are_in_no_log(
             await gateway.ended("ok", "crash")
             lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
             assert [line for line in lines if "lk-" in line] == []
-            gateway.set("hang", held_s=0.0)
+            gateway.release("hang")
             await gateway.ended()
         written = b"".join(p.read_bytes() for p in made.run_dir.rglob("*") if p.is_file())
         assert b"lk-" not in written and b"CANARY" not in written
@@ -308,12 +311,12 @@ async def test_attempt_folder_is_private(config: Config, gone: Left) -> None:
 async def test_harness_that_kills_its_reaper_has_failed(config: Config, gone: Left) -> None:
     made = config("kill -9 $PPID; sleep 300", harness={"max_attempts": 1})
     (rollout,) = await run(made)
-    assert (rollout["failure"], rollout["exit_code"]) == ("agent", -9)
-    assert rollout["reason"].startswith(f"{WATCHER_KILLED} (killed by SIGKILL)")
+    assert (rollout.failure, rollout.exit_code) == ("agent", -9)
+    assert rollout.reason.startswith(f"{WATCHER_KILLED} (killed by SIGKILL)")
 
 
 async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left) -> None:
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         made = config("echo on; while ! test -e ../go; do sleep 0.05; done")
         async with controlling(made, gateway):
@@ -328,8 +331,8 @@ async def test_launcher_killed_is_replaced_and_adopts(config: Config, gone: Left
             await appears(attempt_dir(made, "r2") / "harness.log")
             (attempt_dir(made, "r2") / "go").touch()
             (second,) = await gateway.ended("r2")
-    assert (rollout["state"], rollout["attempt"], rollout["reward"]) == ("succeeded", 1, 1.0)
-    assert second["state"] == "succeeded"
+    assert (rollout.state, rollout.attempt, rollout.reward) == ("succeeded", 1, 1.0)
+    assert second.state == "succeeded"
 
 
 def _is_launcher(process: psutil.Process, config: RunConfig) -> bool:

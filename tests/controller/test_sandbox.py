@@ -26,7 +26,7 @@ from leyden.gateway.render import ModelRenderer
 from leyden.run_file import parse
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
-from tests.controller.fake_gateway import FakeGateway
+from tests.controller.live_gateway import LiveGateway
 from tests.controller.test_restart import wait_until
 from tests.controller.test_runs import attempt_dir, text
 from tests.controller.test_runs import run as run_fake
@@ -165,15 +165,14 @@ for address in (("127.0.0.1", {elsewhere}), ("192.0.2.1", 80)):
         print("connected")
     except OSError as error:
         print(error.strerror)
-headers = {{"authorization": "Bearer " + os.environ["LEYDEN_KEY"]}}
-print(u.urlopen(u.Request(os.environ["LEYDEN_URL"] + "/hit", headers=headers)).read())
+print(u.urlopen(os.environ["LEYDEN_URL"] + "/health").read())
 print([line.split(":")[0].strip() for line in open("/proc/net/dev").read().splitlines()[2:]])
 """
     made = config(harness=SANDBOX | {"command": ["python", "-c", code]})
     assert (await told(made, tmp_path)).splitlines() == [
         "Connection refused",
         "Network is unreachable",
-        "b'ok'",
+        """b'{"status":"ok"}'""",
         "['lo']",
     ]
 
@@ -261,7 +260,7 @@ async def test_a_death_by_signal_is_told_as_without_a_sandbox(
 ) -> None:
     for rollout_id, sandboxed in (("in", SANDBOX), ("out", {})):
         (rollout,) = await run_fake(config(script, harness=sandboxed), rollout_id)
-        assert (rollout["failure"], rollout["exit_code"], rollout["reason"]) == ("agent", code, reason), rollout_id
+        assert (rollout.failure, rollout.exit_code, rollout.reason) == ("agent", code, reason), rollout_id
 
 
 @needs_bwrap
@@ -272,11 +271,11 @@ async def test_a_harness_that_is_told_to_end_has_its_grace(
     monkeypatch.setattr(Launcher.kill, "__defaults__", (60.0,))
     made = config("trap 'echo told; exit 0' TERM; echo on; sleep 300 & wait", harness=SANDBOX)
     log = attempt_dir(made) / "harness.log"
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
         async with controlling(made, gateway):
             await wait_until(lambda: "on" in text(log))
-            gateway.set("r1", state="cancelled")
+            gateway.cancel("r1")
             await wait_until(lambda: "told" in text(log))
 
 
@@ -284,17 +283,17 @@ async def test_a_harness_that_is_told_to_end_has_its_grace(
 async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> None:
     """Neither at the deadline nor where the reaper itself is killed; a crash keeps its exit code."""
     made = config("trap '' TERM; echo on; setsid sleep 300 & sleep 300", harness=SANDBOX | {"timeout_s": 0.5})
-    async with FakeGateway() as gateway:
+    async with LiveGateway() as gateway:
         gateway.add("r1")
-        gateway.set("r1", held_s=3600.0)
+        gateway.hold_all()
         async with controlling(made, gateway):
             await wait_until(lambda: "on" in text(attempt_dir(made) / "harness.log"))
-            gateway.set("r1", held_s=0.0)
+            gateway.release("r1")
             (rollout,) = await gateway.ended()
-    assert (rollout["timed_out"], rollout["failure"], rollout["reward"]) == (True, "agent", 1.0)
+    assert (rollout.timed_out, rollout.failure, rollout.reward) == (True, "agent", 1.0)
     (rollout,) = await run_fake(config("exit 3", harness=SANDBOX), "r2")
-    assert (rollout["exit_code"], rollout["failure"]) == (3, "agent")
-    async with FakeGateway(max_attempts=1) as gateway:
+    assert (rollout.exit_code, rollout.failure) == (3, "agent")
+    async with LiveGateway(max_attempts=1) as gateway:
         gateway.add("r3")
         made = config("echo on; setsid sleep 300 & sleep 300", harness=SANDBOX | {"max_attempts": 1})
         async with controlling(made, gateway):
@@ -303,7 +302,7 @@ async def test_nothing_of_a_sandbox_outlives_it(config: Config, gone: Left) -> N
             psutil.Process(bwrap.ppid()).send_signal(signal.SIGKILL)
             (rollout,) = await gateway.ended()
             assert [line for line in gone() if "sleep 300" in line] == []
-    assert rollout["failure"] == "agent"
+    assert rollout.failure == "agent"
 
 
 def _outer_bwraps(words: str) -> list[psutil.Process]:
@@ -319,8 +318,8 @@ def _outer_bwraps(words: str) -> list[psutil.Process]:
 async def test_a_command_that_is_missing_is_infrastructure(config: Config, gone: Left) -> None:
     made = config(harness=SANDBOX | {"command": ["no-such-agent"], "max_attempts": 1})
     (rollout,) = await run_fake(made)
-    assert rollout["failure"] == "infrastructure"
-    assert rollout["reason"].startswith("cannot start 'no-such-agent' in the sandbox: No such file or directory")
+    assert rollout.failure == "infrastructure"
+    assert rollout.reason.startswith("cannot start 'no-such-agent' in the sandbox: No such file or directory")
 
 
 @needs_bwrap
@@ -331,8 +330,8 @@ async def test_a_sandbox_that_cannot_be_made_is_infrastructure(
     made = config(harness=SANDBOX | {"max_attempts": 1})
     monkeypatch.setattr(sandbox, "_try", lambda bwrap: None)
     (rollout,) = await run_fake(made)
-    assert rollout["failure"] == "infrastructure"
-    assert rollout["reason"].startswith("the sandbox could not be made; bwrap's reason is in the log")
+    assert rollout.failure == "infrastructure"
+    assert rollout.reason.startswith("the sandbox could not be made; bwrap's reason is in the log")
     assert "no-such-folder" in (attempt_dir(made) / "harness.log").read_text()
 
 
@@ -361,7 +360,7 @@ async def test_the_grader_is_in_a_sandbox_of_its_own(
     made.run_dir.mkdir()
     (made.run_dir / "secret").touch()
     (rollout,) = await run_fake(made)
-    assert (rollout["state"], rollout["reward"]) == ("succeeded", 0.25), text(attempt_dir(made) / "grade/grade.log")
+    assert (rollout.state, rollout.reward) == ("succeeded", 0.25), text(attempt_dir(made) / "grade/grade.log")
     assert not (attempt_dir(made) / "grade" / "tmp").exists()
 
 
@@ -371,7 +370,7 @@ async def test_limits_hold_in_the_sandbox(config: Config, gone: Left) -> None:
         "head -c 3000000 /dev/zero > /tmp/big; sleep 300", harness=SANDBOX | {"limits": {"workspace_bytes": 1_000_000}}
     )
     (rollout,) = await run_fake(made)
-    assert rollout["reason"].startswith("over harness.limits.workspace_bytes 1000000 (3")
+    assert rollout.reason.startswith("over harness.limits.workspace_bytes 1000000 (3")
 
 
 OPENAI = """

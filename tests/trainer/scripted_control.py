@@ -1,21 +1,27 @@
-"""The control API in memory. A script says how each rollout ends; every feed call ends what is queued."""
+"""The control API on the real store, in process. A script says how each rollout ends; every feed call ends what is
+queued."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from leyden.client import Group, Recovery, Rollout
-from leyden.errors import GatewayError
-from leyden.types import FailureClass, FinishReason, RolloutState, Turn, VersionSpan
+from leyden.errors import Conflict, GatewayError
+from leyden.protocols import ChatRequest
+from leyden.store import Store
+from leyden.types import FailureClass, FinishReason, Generation, Json, RolloutState, Turn, VersionSpan
+
+MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a rollout ends: one turn per entry of `responses`, each continuing the one before; then one branch after the
-    last for each cause of `forks`.
+    last for each cause of `forks`. The attempts before the last one are void.
     """
 
     reward: float | None = 1.0
@@ -27,127 +33,112 @@ class Ending:
     forks: tuple[str, ...] = ()
 
 
-INFRASTRUCTURE = Ending(None, (), RolloutState.FAILED, FailureClass.INFRASTRUCTURE, "evicted", attempt=3)
+INFRASTRUCTURE = Ending(None, (), RolloutState.FAILED, FailureClass.INFRASTRUCTURE, "evicted", attempt=MAX_ATTEMPTS)
 CANCELLED = Ending(None, (), RolloutState.CANCELLED)
 NO_CALLS = Ending(0.0, ())
 
 
 class ScriptedControl:
+    """Of ControlClient what a trainer calls. `die_on` names the call at which the gateway goes away."""
+
     def __init__(self, script: Callable[[Rollout], Ending]) -> None:
         self.script = script
         self.version = 0
-        self.group_list: list[Group] = []
-        self.turn_lists: dict[str, list[Turn]] = {}
-        self.strangers: list[Rollout] = []
-        self.calls: list[tuple] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.die_on: str | None = None
-        self._change = 0
-        self._turn_id = 0
+        self._folder = tempfile.TemporaryDirectory()
+        self._store = Store(Path(self._folder.name) / "store.sqlite")
+
+    @property
+    def group_list(self) -> list[Group]:
+        return list(self._store.rollouts.groups())
 
     def _call(self, name: str, *details: object) -> None:
         self.calls.append((name, *details))
         if self.die_on == name:
             raise GatewayError(f"{name}: connection lost")
 
-    async def create_groups(self, requests: Iterable[dict]) -> list[Group]:
+    async def create_groups(self, requests: Iterable[Json]) -> list[Group]:
         requests = list(requests)
         self._call("create", [(r["kind"], r["step"], r["slot"]) for r in requests])
-        return [self._find(r) or self._create(r) for r in requests]
+        try:
+            return list(self._store.rollouts.create_groups(requests))
+        except Conflict as error:
+            raise GatewayError(str(error), status=409) from error
 
-    def _find(self, r: dict) -> Group | None:
-        key = (r["kind"], r["step"], r["slot"])
-        live = [g for g in self.group_list if g.state != "discarded" and (g.kind, g.step, g.slot) == key]
-        return live[0] if live else None
-
-    def _create(self, r: dict) -> Group:
-        number = len(self.group_list)
-        rollouts = tuple(self._new(f"g{number}", r, member) for member in range(r["size"]))
-        group = Group(f"g{number}", r["kind"], r["step"], r["slot"], r["size"], "active", rollouts)
-        self.group_list.append(group)
-        return group
-
-    def _new(self, group_id: str, r: dict, member: int) -> Rollout:
-        return Rollout(
-            rollout_id=f"{group_id}.{member}", group_id=group_id, kind=r["kind"], step=r["step"], slot=r["slot"],
-            member=member, task=r["task"], state=RolloutState.QUEUED, attempt=0, change=self._next_change(),
-            reward=None, failure=None, reason=None, exit_code=None, timed_out=False, turns=0, sampled_tokens=0,
-            min_version=None, max_version=None, held_s=0.0,
-        )  # fmt: skip
-
-    def _next_change(self) -> int:
-        self._change += 1
-        return self._change
-
-    async def groups(self, *, kind=None, step=None, state=None) -> list[Group]:
-        return [
-            g for g in self.group_list if kind in (None, g.kind) and step in (None, g.step) and state in (None, g.state)
-        ]
+    async def groups(
+        self, *, kind: str | None = None, step: int | None = None, state: str | None = None
+    ) -> list[Group]:
+        return list(self._store.rollouts.groups(kind=kind, step=step, state=state))
 
     async def consume(self, group_ids: Iterable[str]) -> None:
-        ids = set(group_ids)
-        self._call("consume", sorted(ids))
-        self._set_state(ids, "consumed")
+        ids = sorted(group_ids)
+        self._call("consume", ids)
+        self._store.rollouts.consume(ids)
 
-    def _set_state(self, ids: set[str], state: str) -> None:
-        self.group_list = [replace(g, state=state) if g.group_id in ids else g for g in self.group_list]
-
-    async def rollouts(self, *, after=0, states=(), wait_s=0.0, limit=1000, tasks=True):
+    async def rollouts(
+        self,
+        *,
+        after: int = 0,
+        states: Iterable[RolloutState] = tuple(RolloutState),
+        wait_s: float = 0.0,
+        limit: int = 1000,
+        tasks: bool = True,
+    ) -> tuple[list[Rollout], int]:
         self._call("rollouts", after)
-        self.group_list = [replace(g, rollouts=tuple(map(self._end, g.rollouts))) for g in self.group_list]
-        known = [r for g in self.group_list for r in g.rollouts] + self.strangers
-        changed = sorted((r for r in known if r.change > after), key=lambda r: r.change)[:limit]
-        return [replace(r, task={}) for r in changed], max((r.change for r in changed), default=after)
+        for queued in self._store.rollouts.after(0, [RolloutState.QUEUED], limit):
+            self._end(queued.rollout_id, self.script(queued))
+        changed = self._store.rollouts.after(after, list(states), limit, tasks=tasks)
+        return changed, max((r.change for r in changed), default=after)
 
-    def _end(self, rollout: Rollout) -> Rollout:
-        if rollout.state is not RolloutState.QUEUED:
-            return rollout
-        ending = self.script(rollout)
-        parent, turns = None, []
+    def _end(self, rollout_id: str, ending: Ending) -> None:
+        store = self._store.rollouts
+        for attempt in range(1, ending.attempt):
+            store.claim(rollout_id, "c")
+            store.infrastructure(rollout_id, attempt, "void", MAX_ATTEMPTS)
+        if ending.state is RolloutState.CANCELLED:
+            store.cancel(rollout_id, "cancelled")
+            return
+        store.claim(rollout_id, "c")
+        parent = None
         for response in ending.responses:
-            self._turn_id += 1
-            turns.append(self._turn(rollout.rollout_id, ending.attempt, parent, response))
-            parent = self._turn_id
+            parent = self._turn(rollout_id, ending.attempt, parent, response, None)
         for cause in ending.forks:
-            self._turn_id += 1
-            turns.append(replace(self._turn(rollout.rollout_id, ending.attempt, parent, (7,)), fork_cause=cause))
-        self.turn_lists[rollout.rollout_id] = turns
-        version = self.version if turns else None
-        return replace(
-            rollout, state=ending.state, attempt=ending.attempt, change=self._next_change(), reward=ending.reward,
-            failure=ending.failure, reason=ending.reason, turns=len(turns),
-            sampled_tokens=sum(map(len, ending.responses)), min_version=version, max_version=version,
-        )  # fmt: skip
+            self._turn(rollout_id, ending.attempt, parent, (7,), cause)
+        if ending.failure is FailureClass.INFRASTRUCTURE:
+            store.infrastructure(rollout_id, ending.attempt, ending.reason or "", 0)
+            return
+        exit_code = 0 if ending.failure is None else 1
+        store.exit(rollout_id, ending.attempt, exit_code=exit_code, timed_out=False, reason=ending.reason)
+        if ending.reward is not None:
+            store.reward(rollout_id, ending.attempt, ending.reward, while_running=False)
+        store.finish(rollout_id, ending.attempt, None)
 
-    def _turn(self, rollout_id: str, attempt: int, parent: int | None, response: tuple[int, ...]) -> Turn:
-        return Turn(
-            turn_id=self._turn_id, rollout_id=rollout_id, attempt=attempt, parent_id=parent,
-            delta_P=np.array([1, 2], np.int32), sampled_T=np.array(response, np.int32),
-            logprobs_T=np.full(len(response), -1.0, np.float32),
-            spans=(VersionSpan(self.version, len(response)),), finish_reason=FinishReason.STOP,
-        )  # fmt: skip
+    def _turn(
+        self, rollout_id: str, attempt: int, parent: int | None, response: tuple[int, ...], cause: str | None
+    ) -> int:
+        spans = (VersionSpan(self.version, len(response)),)
+        generation = Generation(list(response), [-1.0] * len(response), FinishReason.STOP, spans)
+        turn_id = self._store.turns.open(rollout_id, attempt, b"key", ChatRequest("m"), None)
+        self._store.turns.commit(
+            turn_id, parent_id=parent, fork_cause=cause, delta=[1, 2], generation=generation, node={}
+        )
+        return turn_id
 
     async def turns(self, rollout_ids: Iterable[str]) -> list[Turn]:
         ids = list(rollout_ids)
         self._call("turns", len(ids))
-        return [turn for rollout_id in ids for turn in self.turn_lists[rollout_id]]
+        return list(self._store.turns.of_rollouts(ids))
 
-    async def put_model(self, name, *, engines, version, lineage, context_tokens) -> None:
+    async def put_model(
+        self, name: str, *, engines: list[str], version: int, lineage: str, context_tokens: int
+    ) -> None:
         self._call("put_model", version)
         self.version = version
 
-    async def unmet(self):
+    async def unmet(self) -> dict[str, int]:
         return {}
 
     async def recover(self, *, step: int, version: int) -> Recovery:
         self._call("recover", step, version)
-        late = {
-            g.group_id
-            for g in self.group_list
-            if g.state != "discarded" and any((r.max_version or 0) > version for r in g.rollouts)
-        }
-        reopened = {
-            g.group_id for g in self.group_list if g.state == "consumed" and g.step > step and g.group_id not in late
-        }
-        self._set_state(late, "discarded")
-        self._set_state(reopened, "active")
-        return Recovery(tuple(sorted(late)), tuple(sorted(reopened)))
+        return self._store.rollouts.recover(step, version)

@@ -7,12 +7,11 @@ import pytest
 
 from leyden.algorithms.batch import build_batch
 from leyden.config import AlgorithmConfig, EvalConfig, SamplingConfig
-from leyden.errors import TrainingError
+from leyden.errors import GatewayError, TrainingError
 from leyden.trainer.collect import (
     Progress,
     assemble,
     collect,
-    create_groups,
     exclusion,
     failed_alike,
     group_request,
@@ -35,7 +34,7 @@ def by_member(*endings):
 
 
 async def run(control, groups, max_tokens=None):
-    created = await create_groups(control, groups)
+    created = await control.create_groups(groups)
     final = await wait_until_terminal(control, created)
     return await collect(control, created, final, max_tokens)
 
@@ -52,8 +51,8 @@ async def test_groups_keep_their_order_and_members():
     control = ScriptedControl(lambda r: Ending(reward=float(r.member)))
     collected = await run(control, requests())
     assert [(g.group_id, [r.rollout_id for r in g.rollouts]) for g in collected.groups] == [
-        ("g0", ["g0.0", "g0.1"]),
-        ("g1", ["g1.0", "g1.1"]),
+        ("train-00001-0000", ["train-00001-0000-000", "train-00001-0000-001"]),
+        ("train-00001-0001", ["train-00001-0001-000", "train-00001-0001-001"]),
     ]
     assert [r.reward for r in collected.groups[0].rollouts] == [0.0, 1.0]
     assert collected.groups[0].rollouts[0].samples[0].ids_L.tolist() == [1, 2, 5, 6]
@@ -64,27 +63,33 @@ async def test_groups_keep_their_order_and_members():
 
 async def test_creating_twice_gives_the_same_groups():
     control = ScriptedControl(lambda r: Ending())
-    first = await create_groups(control, requests())
+    first = await control.create_groups(requests())
     await wait_until_terminal(control, first)
-    again = await create_groups(control, requests())
+    again = await control.create_groups(requests())
     assert [g.group_id for g in again] == [g.group_id for g in first]
     calls = len(control.calls)
-    assert set(await wait_until_terminal(control, again)) == {"g0.0", "g0.1", "g1.0", "g1.1"}
+    assert set(await wait_until_terminal(control, again)) == {
+        "train-00001-0000-000",
+        "train-00001-0000-001",
+        "train-00001-0001-000",
+        "train-00001-0001-001",
+    }
     assert len(control.calls) == calls
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (requests(size=3), "exists with 2 of 2 rollouts, the run file asks for 3"),
+        (requests(size=3), "exists with 2 rollouts, not 3"),
         ([replace_ | {"task": {"n": 99}} for replace_ in requests()], "exists with another task"),
     ],
 )
 async def test_a_changed_run_file_is_noticed(other, message):
     control = ScriptedControl(lambda r: Ending())
-    await create_groups(control, requests())
-    with pytest.raises(TrainingError, match=message):
-        await create_groups(control, other)
+    await control.create_groups(requests())
+    with pytest.raises(GatewayError, match=message) as caught:
+        await control.create_groups(other)
+    assert caught.value.status == 409
 
 
 async def test_exclusions_by_reason():
@@ -93,7 +98,10 @@ async def test_exclusions_by_reason():
     collected = await run(control, requests(groups=1, size=6))
     assert collected.excluded == {"infrastructure": 1, "cancelled": 1, "no_calls": 1, "no_reward": 1}
     assert collected.reasons == {
-        "g0.1": "infrastructure: evicted", "g0.2": "cancelled", "g0.3": "no_calls", "g0.4": "no_reward",
+        "train-00001-0000-001": "infrastructure: evicted",
+        "train-00001-0000-002": "cancelled: cancelled",
+        "train-00001-0000-003": "no_calls: the harness ended with exit 0",
+        "train-00001-0000-004": "no_reward: the harness ended with exit 0",
     }  # fmt: skip
     assert collected.rewards() == [1.0, 0.0]
     assert ("turns", 2) in control.calls
@@ -114,19 +122,18 @@ async def test_more_completions_than_tasks(caplog):
     read from an early cursor, as after a resume, tells of many such, so nothing is said.
     """
     control = ScriptedControl(lambda r: Ending(reward=1.0))
-    created = await create_groups(control, requests(groups=16))
-    stranger = replace(created[0].rollouts[0], rollout_id="stranger", change=10_000)
-    control.strangers = [stranger, stranger]
+    created = await control.create_groups(requests(groups=16))
+    (stranger,) = await control.create_groups(requests(groups=1, step=7))
     with caplog.at_level(logging.WARNING):
         final = await wait_until_terminal(control, created)
     assert len(final) == 32
-    assert "stranger" not in final
+    assert stranger.rollouts[0].rollout_id not in final
     assert caplog.records == []
 
 
 async def test_the_later_change_wins_whatever_the_order():
     control = ScriptedControl(lambda r: Ending())
-    (group,) = await create_groups(control, requests(groups=1, size=1))
+    (group,) = await control.create_groups(requests(groups=1, size=1))
     rollout = group.rollouts[0]
     late = replace(rollout, state=RolloutState.SUCCEEDED, reward=1.0, change=20, task={})
     early = replace(rollout, state=RolloutState.FAILED, reward=0.0, change=10, task={})
@@ -146,7 +153,7 @@ NO_IMAGE = "not started after {0} s: ImagePullBackOff, image there/is:none: Back
 async def test_identical_failures_stop_the_run():
     """None of the rollouts that ended last went another way, so the others are not waited for."""
     control = ScriptedControl(lambda r: lost(NO_IMAGE.format(60 + r.member)) if r.slot else Ending(1.0))
-    created = await create_groups(control, requests(groups=2, size=4))
+    created = await control.create_groups(requests(groups=2, size=4))
     with pytest.raises(TrainingError) as caught:
         await wait_until_terminal(control, created, max_same_failures=4)
     assert str(caught.value) == (
@@ -158,10 +165,10 @@ async def test_identical_failures_stop_the_run():
 async def test_a_resume_after_identical_failures_goes_on():
     """What was lost before is not counted again, or the run could never be resumed."""
     control = ScriptedControl(lambda r: lost(NO_IMAGE.format(r.member)))
-    created = await create_groups(control, requests(groups=1, size=4))
+    created = await control.create_groups(requests(groups=1, size=4))
     with pytest.raises(TrainingError):
         await wait_until_terminal(control, created, max_same_failures=4)
-    again = await create_groups(control, requests(groups=1, size=4))
+    again = await control.create_groups(requests(groups=1, size=4))
     assert len(await wait_until_terminal(control, again, max_same_failures=4)) == 4
 
 
@@ -170,7 +177,7 @@ async def test_a_resume_after_identical_failures_goes_on():
     [
         ([lost("a"), lost("b"), lost("b")], 2),
         ([lost("b"), Ending(1.0), lost("b")], 1),
-        ([lost("b"), Ending(0.0, state=RolloutState.FAILED, failure=FailureClass.AGENT)], 0),
+        ([lost("b"), Ending(0.0, state=RolloutState.FAILED, failure=FailureClass.AGENT, reason="crashed")], 0),
         ([lost("node n1 is not ready for 300 s"), lost("node n2 is not ready for 301 s")], 2),
         ([lost(None), lost(None)], 2),
         ([], 0),
@@ -178,21 +185,23 @@ async def test_a_resume_after_identical_failures_goes_on():
 )
 async def test_what_counts_as_alike(endings, count):
     control = ScriptedControl(lambda r: endings[r.member])
-    final = await wait_until_terminal(control, await create_groups(control, requests(groups=1, size=len(endings))))
+    final = await wait_until_terminal(control, await control.create_groups(requests(groups=1, size=len(endings))))
     assert failed_alike(final.values()) == (count, (endings[-1].reason or "") if endings else "")
 
 
 async def test_a_record_that_is_not_complete_is_left_out():
     control = ScriptedControl(lambda r: Ending(responses=((5,), (6,))))
-    created = await create_groups(control, requests(groups=1))
+    created = await control.create_groups(requests(groups=1))
     final = await wait_until_terminal(control, created)
     turns = await control.turns(final)
     collected = assemble(created, final, turns[1:], None)
     assert collected.excluded == {"capture": 1}
-    assert collected.reasons == {"g0.0": "capture: rollout g0.0 has 2 committed turns, 1 were read back"}
-    wrong = [replace(t, attempt=7) if t.rollout_id == "g0.1" else t for t in turns]
+    assert collected.reasons == {
+        "train-00001-0000-000": "capture: rollout train-00001-0000-000 has 2 committed turns, 1 were read back"
+    }
+    wrong = [replace(t, attempt=7) if t.rollout_id == "train-00001-0000-001" else t for t in turns]
     assert assemble(created, final, wrong, None).reasons == {
-        "g0.1": "capture: rollout g0.1 ended in attempt 1; other turns came"
+        "train-00001-0000-001": "capture: rollout train-00001-0000-001 ended in attempt 1; other turns came"
     }
 
 
@@ -217,7 +226,7 @@ async def test_forks_and_attempts_are_summed():
 async def test_progress_is_reported():
     seen: list[Progress] = []
     control = ScriptedControl(lambda r: Ending(reward=0.5))
-    await wait_until_terminal(control, await create_groups(control, requests()), seen.append)
+    await wait_until_terminal(control, await control.create_groups(requests()), seen.append)
     assert [(p.done, p.total, p.mean_reward) for p in seen] == [(0, 4, None), (4, 4, 0.5)]
     assert Progress(2, 8, None, 3.0).eta_s == 9.0
     assert progress([], 1.0) == Progress(0, 0, None, 1.0)
@@ -261,10 +270,15 @@ async def test_a_pass_is_what_the_run_file_says():
 
 async def test_rollouts_are_told_of_once_as_they_end():
     control, ended = ScriptedControl(lambda r: Ending()), []
-    groups = await create_groups(control, requests(groups=2))
+    groups = await control.create_groups(requests(groups=2))
     await wait_until_terminal(control, groups, on_ended=ended.append)
-    assert [r.rollout_id for r in ended] == ["g0.0", "g0.1", "g1.0", "g1.1"]
-    await wait_until_terminal(control, await create_groups(control, requests(groups=2)), on_ended=ended.append)
+    assert [r.rollout_id for r in ended] == [
+        "train-00001-0000-000",
+        "train-00001-0000-001",
+        "train-00001-0001-000",
+        "train-00001-0001-001",
+    ]
+    await wait_until_terminal(control, await control.create_groups(requests(groups=2)), on_ended=ended.append)
     assert len(ended) == 4
 
 
@@ -288,5 +302,5 @@ async def test_evaluation_without_any_reward_says_so():
 
 async def test_exclusion_of_a_running_harness_that_was_cancelled():
     control = ScriptedControl(lambda r: Ending())
-    (group,) = await create_groups(control, requests(groups=1, size=1))
+    (group,) = await control.create_groups(requests(groups=1, size=1))
     assert exclusion(replace(group.rollouts[0], state=RolloutState.CANCELLED, reward=1.0, turns=3)) == "cancelled"

@@ -1,4 +1,4 @@
-"""The sync schedule on a scripted control API with a policy that only counts."""
+"""The sync schedule on the real store with a policy that only counts."""
 
 from __future__ import annotations
 
@@ -212,7 +212,11 @@ async def test_steps_without_a_trained_token_are_skipped_then_stop_the_run(confi
     assert str(caught.value).splitlines() == [
         "no trained token in 3 steps in a row (trainer.max_empty_steps): no_calls 4. The harness's own output is in "
         f"{config.run_dir}/attempts/ROLLOUT/ATTEMPT/harness.log",
-        *(f"  {group}.{member}: no_calls" for group in ("g8", "g9") for member in (0, 1)),
+        *(
+            f"  train-00003-{slot:04d}-{member:03d}: no_calls: the harness ended with exit 0"
+            for slot in (0, 1)
+            for member in (0, 1)
+        ),
     ]
     assert policy.weights == 0
     assert policy.load() == Cursor(3, 0)

@@ -294,10 +294,15 @@ class Rollouts:
             "SELECT * FROM groups WHERE kind = ? AND step = ? AND slot = ? AND state <> 'discarded'", key
         ).fetchone()
         if row is not None:
-            if row["task"] != task or row["size"] != spec["size"]:
+            if row["size"] != spec["size"]:
                 raise Conflict(
-                    f"group {row['group_id']} exists with another task or size; a run folder belongs to one data set "
-                    "and one run file: use a new run_dir"
+                    f"group {row['group_id']} exists with {row['size']} rollouts, not {spec['size']}; set the group "
+                    "size back, or use a new run_dir"
+                )
+            if row["task"] != task:
+                raise Conflict(
+                    f"group {row['group_id']} exists with another task: the data or the seed has changed since; set it "
+                    "back, or use a new run_dir"
                 )
             return str(row["group_id"])
         generation = self._db.execute(

@@ -89,37 +89,6 @@ def group_request(
     }
 
 
-async def create_groups(client: ControlClient, requests: Sequence[Json]) -> list[Group]:
-    """Create the groups, or get those that exist, in the order of `requests`.
-
-    Raises TrainingError if the gateway answers other groups, or an existing one is of another size or task
-    (the run file was changed between start and resume).
-    """
-    groups = await client.create_groups(requests)
-    by_slot = {(g.kind, g.step, g.slot): g for g in groups}
-    asked = [(r["kind"], r["step"], r["slot"]) for r in requests]
-    if sorted(by_slot) != sorted(asked) or len(groups) != len(requests):
-        raise TrainingError(f"asked the gateway for {len(requests)} groups, it answered {len(groups)} others")
-    ordered = [by_slot[key] for key in asked]
-    for request, group in zip(requests, ordered, strict=True):
-        _check_existing(request, group)
-    return ordered
-
-
-def _check_existing(request: Json, group: Group) -> None:
-    place = f"{group.kind} group of step {group.step}, slot {group.slot}"
-    if group.size != request["size"] or len(group.rollouts) != group.size:
-        raise TrainingError(
-            f"the {place} exists with {len(group.rollouts)} of {group.size} rollouts, the run file asks for "
-            f"{request['size']}; set the group size back, or start in another run_dir"
-        )
-    if any(rollout.task and rollout.task != request["task"] for rollout in group.rollouts):
-        raise TrainingError(
-            f"the {place} exists with another task; the data or the seed has changed since. "
-            "Set it back, or start in another run_dir"
-        )
-
-
 async def wait_until_terminal(
     client: ControlClient,
     groups: Sequence[Group],

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from leyden.config import EvalConfig
 from leyden.trainer.collect import (
     Progress,
-    create_groups,
     exclusion,
     group_request,
     wait_until_terminal,
@@ -101,7 +100,7 @@ async def evaluate(
         group_request("eval", known_as, slot, size=settings.samples, task=task, sampling=settings.sampling)
         for slot, task in enumerate(tasks)
     ]
-    groups = await create_groups(client, requests)
+    groups = await client.create_groups(requests)
     final = await wait_until_terminal(
         client, groups, on_progress, max_same_failures=max_same_failures, on_ended=on_ended
     )

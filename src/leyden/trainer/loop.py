@@ -48,7 +48,7 @@ from leyden.config import EvalConfig, ModelConfig, RunConfig
 from leyden.errors import TrainingError
 from leyden.room import shortage
 from leyden.trainer.advice import advice
-from leyden.trainer.collect import Collected, Progress, collect, create_groups, group_request, wait_until_terminal
+from leyden.trainer.collect import Collected, Progress, collect, group_request, wait_until_terminal
 from leyden.trainer.display import Display, named, progress_line, step_line
 from leyden.trainer.evaluate import evaluate
 from leyden.trainer.measure import measure
@@ -161,7 +161,7 @@ class Loop:
     async def _step(self, step: int) -> None:
         seconds: Seconds = {}
         with timed(seconds, "rollouts"):
-            groups = await create_groups(self._client, self._requests(step))
+            groups = await self._client.create_groups(self._requests(step))
             final = await wait_until_terminal(
                 self._client,
                 groups,

@@ -223,9 +223,10 @@ def test_a_task_is_named_as_it_names_itself():
 
 
 def printed(width, call):
-    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
+    written = io.StringIO()
+    console = Console(file=written, width=width, highlight=False, markup=False, emoji=False)
     call(Screen(console))
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 300])

@@ -54,7 +54,7 @@ async def serving(server: Server, port: int = 0) -> AsyncIterator[str]:
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
     finally:
         await runner.cleanup()
 

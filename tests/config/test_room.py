@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from leyden import room
 
 
 def test_what_is_free_what_is_asked_for_and_the_key_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000_000))
     assert room.shortage(tmp_path, 500_000_000) is None
     assert room.shortage(tmp_path, 0) is None
     message = room.shortage(tmp_path, 2_000_000_000) or ""

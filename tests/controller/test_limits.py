@@ -114,7 +114,7 @@ class V2:
                     entry.unlink()
             remove(path)
 
-        monkeypatch.setattr(cgroups.os, "rmdir", rmdir)
+        monkeypatch.setattr(os, "rmdir", rmdir)
         self.groups = cgroups.Cgroups("/run/launcher", str(self.proc))
 
     @property
@@ -179,8 +179,8 @@ def test_v2_group_with_processes_in_it(tmp_path: Path, monkeypatch: pytest.Monke
         write(folder, file, value)
 
     monkeypatch.setattr(cgroups, "_write", like_the_kernel)
-    monkeypatch.setattr(cgroups.os, "listxattr", lambda path: ["user.delegate"] if delegated else [])
-    monkeypatch.setattr(cgroups.os, "getuid", lambda: 0)
+    monkeypatch.setattr(os, "listxattr", lambda path: ["user.delegate"] if delegated else [])
+    monkeypatch.setattr(os, "getuid", lambda: 0)
     problem = v2.groups.open({"pids": 5})
     if delegated:
         assert (problem, moved) == (None, ["17", "23"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_small_concurrency_grows_by_one() -> None:
 
 
 def test_reading_the_kernels_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pressure.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 10 kB\nMemAvailable:  250 kB\nHugePages_Total: 0\n")
     (tmp_path / "loadavg").write_text("6.00 5.00 4.00 3/400 12345\n")
     assert read(tmp_path) == Load(memory_free=0.25, memory_stall=None, cpu_wait=None, queue=1.5)

@@ -1,5 +1,6 @@
 import inspect
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def slowed(model, wait):
         wait(len(calls))
         return forward(*args, **kwargs)
 
-    counted.__signature__ = inspect.signature(forward)
+    counted.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     model.forward = counted
     return model
 
@@ -292,8 +293,8 @@ def test_new_request_does_not_wait_for_the_batch_to_drain(make):
     done = []
     long.add_done_callback(lambda _: done.append("long"))
     short.add_done_callback(lambda _: done.append("short"))
+    third: list[Any] = []
     short.add_done_callback(lambda _: third.append(sampler.submit(GenerateRequest(prompt(2, 5), 2))))
-    third = []
     gate.open()
     short.result(TIMEOUT_S)
     long.result(TIMEOUT_S)

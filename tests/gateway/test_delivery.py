@@ -24,7 +24,7 @@ from openai.types.chat import ChatCompletion
 from leyden.errors import EngineRejected, EngineUnavailable, GatewayError
 from leyden.gateway.attempts import Attempt, Delivery
 from leyden.protocols import ROUTES, ChatChoice, ChatReply, ChatRequest
-from leyden.trajectory.continuity import Node
+from leyden.trajectory.nodes import Node
 from leyden.types import FinishReason, Generation, Json, VersionSpan
 from tests.gateway.conftest import Gateway, at_once, forever, make_config, serving, until
 from tests.gateway.patience import losing_patience

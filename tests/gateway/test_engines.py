@@ -184,7 +184,7 @@ async def test_ids_refused_by_the_completions_route_are_named(gateway: Gateway, 
         raise AssertionError("not asked: the probe said no")
 
     vllm.default = without_ids
-    vllm._probe = lambda _path: completed([5], token_ids=None, logprobs=None)  # type: ignore[method-assign]
+    vllm._probe = lambda _path: completed([5], token_ids=None, logprobs=None)  # type: ignore[assignment]
     status, message, _ = await refusal(gateway)
     assert (status, "return_token_ids" in message) == (400, True)
 

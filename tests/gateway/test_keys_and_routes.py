@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from starlette.routing import Route
 
 from leyden.client import control_key, mint
 from leyden.errors import ConfigError, GatewayError
@@ -52,7 +53,9 @@ async def status(gateway: Gateway, method: str, path: str, headers: dict[str, st
 async def test_every_route_with_every_scope(gateway: Gateway) -> None:
     """A key of the right scope gets past the door (whatever it then hears about its empty body); others get 403."""
     rollout_id, _ = await gateway.start_rollout()
-    served = [(m, r.path) for r in gateway.app.routes for m in r.methods - {"HEAD"} if r.path not in OPEN]
+    served = [
+        (m, r.path) for r in cast(list[Route], gateway.app.routes) for m in r.methods - {"HEAD"} if r.path not in OPEN
+    ]
     assert len(served) == len(OPERATIONS) + 2 * (len(ROUTES) + len(COUNT_ROUTES) + len(LIST_ROUTES))
     for method, path in served:
         default = Scope.AGENT if "/v1" in path else Scope.CONTROL

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from leyden import run_file
+from leyden.config import RunConfig
 from leyden.gateway.render import ModelRenderer
 from tests.gateway.conftest import make_config
 from tests.harnesses import engine, script
@@ -126,7 +126,7 @@ def test_a_launcher_is_the_section_of_a_run_file_and_stands_in_the_docs(
     section = yaml.safe_load(text)
     assert list(section) == ["harness"]
     made = make_config(tmp_path, tokenizer_path, **section)
-    assert isinstance(made, run_file.RunConfig) and made.harness.env["HOME"] == "{{ workspace }}/.."
+    assert isinstance(made, RunConfig) and made.harness.env["HOME"] == "{{ workspace }}/.."
     assert text in PAGE.read_text(), f"docs/harnesses.md does not show launchers/{case.file} as it is"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from starlette.routing import Route
 
 from leyden.controller.jobs import harness_job
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
@@ -79,7 +80,7 @@ async def test_a_key_from_a_pod_opens_only_its_own_routes(
         async with run(kube, namespace, tmp_path, tokenizer_path, python_image, harness={"timeout_s": 600}) as it:
             (another,) = await it.add([good(first=gate.wait("end"))])
             await it.running_pod(another)
-            served = [(m, r.path) for r in it.gateway.routes for m in r.methods - {"HEAD"}]
+            served = [(m, r.path) for r in cast(list[Route], it.gateway.routes) for m in r.methods - {"HEAD"}]
             routes = [(m, p) for m, p in served if p not in ("/health", "/", "/rollouts/{rollout_id}")]
             assert {p for p, _ in (*ROUTES, *COUNT_ROUTES, *LIST_ROUTES)} < {p for _, p in routes}
             script = f"python3 -c '{LOOK}' && {gate.wait('look')} && echo 1 > score"

@@ -113,9 +113,10 @@ def test_on_a_terminal_the_live_line_is_replaced(width):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_display_shows_what_it_is_given_and_obeys_none_of_it(terminal):
-    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    screen = io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=terminal, color_system=None)
     display = Display(console)
     display.warn("first failure: \x1b]52;c;aGk=\x07 [/zzz]\nstep 5/5 | reward 1.000")
     display.clear()
-    text = console.file.getvalue()
+    text = screen.getvalue()
     assert text == "warning: first failure: \\x1b]52;c;aGk=\\x07 [/zzz]\\nstep 5/5 | reward 1.000\n"

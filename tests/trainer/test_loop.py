@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ async def test_a_stop_finishes_the_writes_of_the_step_and_saves_it(config):
     control, policy = ScriptedControl(spread), CountingPolicy(config.run_dir)
     running = asyncio.get_running_loop()
     task = running.create_task(loop(config, control, policy).run())
-    policy.before_update = lambda: running.call_soon_threadsafe(task.cancel)
+    policy.before_update = partial(running.call_soon_threadsafe, task.cancel)  # type: ignore[assignment]
     with pytest.raises(asyncio.CancelledError):
         await task
     assert policy.weights == 1

@@ -185,7 +185,7 @@ async def test_an_engine_that_dies_is_left_and_taken_back(
     """Two ways to the server stand for two engines; a long call on the one that dies is answered by the other."""
 
     async def works() -> list[bool]:
-        (model,) = await gateway.client.models()
+        (model,) = await served.client.models()
         return [state.works for state in model.engine_states]
 
     async def until(*wanted: bool) -> None:
@@ -197,6 +197,7 @@ async def test_an_engine_that_dies_is_left_and_taken_back(
     async with relay(vllm.url) as stays, AsyncExitStack() as life:
         dies = await life.enter_async_context(relay(vllm.url))
         async with gateway_to(tmp_path, weights, renderer, dies.url, stays.url, engine=engine) as gateway:
+            served = gateway
             rollouts, calls = [], []
             while dies.open < 2:
                 rollouts.append(await gateway.start_rollout())

@@ -29,6 +29,6 @@ def test_what_a_page_names_is_there(page: str) -> None:
     missing = [path for path, *_ in names(page) if not (SOURCE / path).is_dir() and not module(path).exists()]
     assert missing == []
     for path, *defined in names(page):
-        text = module(path).read_text(encoding="utf-8")
         for name in filter(None, defined):
+            text = module(path).read_text(encoding="utf-8")
             assert re.search(rf"^(?: *(?:async )?def|class) {name}\b|^ *{name}\b.*=", text, re.MULTILINE), (path, name)

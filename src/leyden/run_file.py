@@ -38,7 +38,7 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError("", f"{path} holds {type(document).__name__}, not a mapping of settings")
     for override in overrides or []:
         _apply_override(document, override)
-    return _absolute(parse(document), path.resolve().parent)
+    return absolute(parse(document), path.resolve().parent)
 
 
 def parse(document: dict[str, Any]) -> RunConfig:
@@ -91,7 +91,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _absolute(config: RunConfig, base: Path) -> RunConfig:
+def absolute(config: RunConfig, base: Path) -> RunConfig:
     """Every path of the run file, as an absolute one: `~` is the home folder, a relative path starts at `base`."""
     config = _with_absolute_paths(config, base, "").model_copy(update={"config_dir": base})
     model, harness, workspace = config.model, config.harness, config.workspace

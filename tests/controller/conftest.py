@@ -16,7 +16,7 @@ import pytest
 from leyden.config import RunConfig
 from leyden.controller.loop import run_controller
 from leyden.controller.pressure import Load, Pressure
-from leyden.run_file import parse
+from leyden.run_file import absolute, parse
 
 CALM = Load(memory_free=0.5, memory_stall=0.0, cpu_wait=0.9, queue=2.0)
 GRADER = [sys.executable, "-c", "from leyden.client import post_reward; post_reward(1.0)"]
@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
             "grader": sections.pop("grader", {"command": GRADER}),
             **sections,
         }
-        return parse(document).model_copy(update={"config_dir": tmp_path})
+        return absolute(parse(document), tmp_path)
 
     return make
 

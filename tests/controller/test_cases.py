@@ -192,7 +192,7 @@ async def test_no_key_is_written_anywhere(
         grader={"command": POST},
         workspace={"keep": "all"},
         gateway={"keep_wire": True},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
     seen: list[str] = []
 
     async def looked_at() -> None:

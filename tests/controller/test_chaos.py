@@ -89,7 +89,7 @@ def make(tmp_path: Path, model: Path, size: Size) -> RunConfig:
         grader={"command": None, "function": "grading:grade"},
         workspace={"keep": "none"},
         controller={"concurrency": size.concurrency},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
 
 
 class Ends:

@@ -9,11 +9,12 @@ import httpx
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller import launch
 from leyden.controller.backends.base import Events
 from leyden.controller.backends.local import LocalBackend
+from leyden.controller.backends.local_jobs import local_jobs
 from leyden.controller.environment import inherited, reaching
 from leyden.errors import ConfigError
+from tests.controller.test_plan import rollout
 
 Config = Callable[..., RunConfig]
 URL = "http://10.0.0.9:8123"
@@ -32,9 +33,9 @@ def test_only_what_every_program_needs_and_what_is_named_is_inherited() -> None:
 def test_harness_and_grader_are_given_their_own_names(config: Config) -> None:
     made = config(harness={"pass_env": ["A"]}, grader={"command": ["g"], "pass_env": ["B", "OPENAI_API_KEY"]})
     parent = SECRETS | {"A": "1", "B": "2", "PATH": "/bin"}
-    harness = launch.harness(made, URL, "key", "r1", 1, {}, parent).env
-    grader = launch.grader(made, URL, "key", "r1", 1, {}, 1, parent, "python").env
-    preloaded = launch.launcher_environment(made, URL, parent)
+    jobs = local_jobs(made, URL, parent)
+    harness, grader = jobs.harness(rollout("r1"), "key").env, jobs.grader(rollout("r1"), "key", 1).env
+    preloaded = jobs.preload_environment()
     assert (harness["A"], harness.get("B"), harness["OPENAI_API_KEY"]) == ("1", None, "key")
     assert (grader.get("A"), grader["B"], grader["OPENAI_API_KEY"]) == (None, "2", "s")
     assert "HF_TOKEN" not in {*harness, *grader}
@@ -50,8 +51,8 @@ def test_a_name_that_is_not_set_is_refused_at_the_start(config: Config, section:
 
 
 def test_the_reward_address_is_the_harness_s_only_if_it_grades(config: Config) -> None:
-    own = launch.harness(config(grader={"harness": True}), URL, "key", "r1", 1, {}, {}).env
-    other = launch.harness(config(), URL, "key", "r1", 1, {}, {}).env
+    own = local_jobs(config(grader={"harness": True}), URL, {}).harness(rollout("r1"), "key").env
+    other = local_jobs(config(), URL, {}).harness(rollout("r1"), "key").env
     assert (own["LEYDEN_REWARD_URL"], "LEYDEN_REWARD_URL" in other) == (f"{URL}/api/reward", False)
 
 

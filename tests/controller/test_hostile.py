@@ -18,7 +18,7 @@ from leyden.controller.backends.leyden_launcher.files import FAILED
 from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.jobs import TIMEOUT, Exit, as_ordered, read_exit
-from leyden.controller.launch import attempt_paths
+from leyden.controller.paths import attempt_paths
 from leyden.records import Rollout
 from tests.controller.conftest import controlling
 from tests.controller.hostile import KILL_BOTH, KILLERS, LEFTOVERS, NEST, STAYS, Leftover

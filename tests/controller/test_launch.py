@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from typing import Any
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller import launch, workspace
+from leyden.controller import grade, workspace
 from leyden.controller.backends.leyden_launcher.huge_pages import areas
-from leyden.controller.launch import attempt_paths
+from leyden.controller.backends.local_jobs import local_jobs
+from leyden.controller.launch import RunFacts
+from leyden.controller.paths import attempt_paths
 from leyden.controller.templates import render
 from leyden.errors import LaunchError
+from tests.controller.test_plan import rollout
 
 Config = Callable[..., RunConfig]
 URL = "http://127.0.0.1:8123"
@@ -26,7 +30,9 @@ def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_pat
         }
     )
     parent = {"PATH": "/bin", "LEYDEN_SECRET": "s", "OPENAI_API_KEY": "users-own", "NO_PROXY": "a,b"}
-    job = launch.harness(made, URL, "lk-a-1", "r1", 2, {"prompt": "fix; rm -rf $HOME"}, parent)
+    job = local_jobs(made, URL, parent).harness(
+        rollout("r1", attempt=2, task={"prompt": "fix; rm -rf $HOME"}), "lk-a-1"
+    )
     root = tmp_path / "run/attempts/r1/2"
     assert job.argv == ("agent", "--task", "fix; rm -rf $HOME", "-m", "openai/policy")
     assert (job.job_id, job.directory, job.cwd, job.log) == ("r1.2", root, root / "workspace", root / "harness.log")
@@ -60,9 +66,9 @@ def test_harness_gets_keys_and_addresses_of_every_family(config: Config, tmp_pat
 
 def test_grader_gets_its_own_key_and_no_model(config: Config, tmp_path: Path) -> None:
     made = config(grader={"function": "m:f"})
-    job = launch.grader(made, URL, "lk-g-1", "r1", 1, {}, 2, {"LEYDEN_KEY": "agent"}, "/py")
+    job = local_jobs(made, URL, {"LEYDEN_KEY": "agent"}).grader(rollout("r1"), "lk-g-1", 2)
     root = tmp_path / "run/attempts/r1/1"
-    assert job.argv == ("/py", str(launch.GRADE), "m:f", str(tmp_path))
+    assert job.argv == (sys.executable, grade.__file__, "m:f", str(tmp_path))
     assert job.job_id == "r1.1.grade2" and job.fork and job.directory == root / "grade"
     assert job.env["LEYDEN_KEY"] == "lk-g-1" and job.env["LEYDEN_REWARD_URL"] == f"{URL}/api/reward"
     assert job.env["LEYDEN_EXIT"] == str(root / "exit.json")
@@ -72,7 +78,7 @@ def test_grader_gets_its_own_key_and_no_model(config: Config, tmp_path: Path) ->
 
 def test_launcher_sees_what_does_not_name_a_task_and_no_key(config: Config) -> None:
     made = config(harness={"env": {"A": "{{ model }}", "B": "{{ task.x }}", "C": "{{ workspace }}/c", "D": "1"}})
-    seen = launch.launcher_environment(made, URL, {"LEYDEN_SECRET": "s"})
+    seen = local_jobs(made, URL, {"LEYDEN_SECRET": "s"}).preload_environment()
     assert (seen["A"], seen["D"], seen["OPENAI_BASE_URL"]) == ("policy", "1", f"{URL}/v1")
     assert not {"B", "C", "LEYDEN_SECRET", "LEYDEN_KEY", "OPENAI_API_KEY"} & set(seen)
 
@@ -203,7 +209,7 @@ def test_half_a_surrogate_pair_is_named_with_its_key(config: Config) -> None:
     with pytest.raises(
         LaunchError, match=r"harness.command\[1\] has half a surrogate pair \(at character 1\)"
     ) as caught:
-        launch.harness(made, URL, "key", "r1", 1, {"t": "\ud83d"}, {})
+        local_jobs(made, URL, {}).harness(rollout("r1", task={"t": "\ud83d"}), "key")
     assert caught.value.final
 
 
@@ -216,7 +222,7 @@ def test_ids_that_are_no_file_names_are_refused(tmp_path: Path) -> None:
 
 def prepared(config: RunConfig, task: dict[str, Any]) -> Path:
     paths = attempt_paths(config.run_dir, "r1", 1)
-    workspace.prepare(config, "r1", task, paths)
+    workspace.prepare(config.workspace, RunFacts.of(config), rollout("r1", task=task), paths)
     return paths.workspace
 
 

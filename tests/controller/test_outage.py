@@ -70,7 +70,7 @@ def make(tmp_path: Path, model: Path) -> RunConfig:
             "max_attempts": 1,
         },
         grader={"command": None, "function": "grading:grade"},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from leyden.client import Rollout
 from leyden.config import RunConfig
 from leyden.controller.backends import sandbox
 from leyden.controller.backends.launcher import Launcher
+from leyden.controller.backends.local import sandbox_view
 from leyden.controller.backends.sandbox import View, inner_url, mounts, outermost, private, wrap
 from leyden.controller.jobs import Job
 from leyden.errors import ConfigError
@@ -115,7 +116,7 @@ def test_small_decisions(tmp_path: Path) -> None:
 def test_no_bubblewrap_says_how_to_install_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"harness\.sandbox: bubblewrap is not installed.*apt-get install bubblewrap"):
-        sandbox.look(config(harness=SANDBOX), sys.executable, sys.executable, "http://127.0.0.1:1")
+        sandbox_view(config(harness=SANDBOX), sys.executable, "http://127.0.0.1:1")
 
 
 def test_bubblewrap_that_cannot_work_says_why(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def test_bubblewrap_that_cannot_work_says_why(config: Config, tmp_path: Path, mo
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match="No permissions to create new namespace; it needs user namespaces"):
-        sandbox.look(config(harness=SANDBOX), sys.executable, sys.executable, "http://127.0.0.1:1")
+        sandbox_view(config(harness=SANDBOX), sys.executable, "http://127.0.0.1:1")
 
 
 @needs_bwrap
@@ -132,10 +133,10 @@ def test_what_cannot_be_sandboxed_is_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match="a forked interpreter is outside the sandbox already"):
         config(harness=SANDBOX | {"preload": ["json"]})
     with pytest.raises(ConfigError, match=r"must be http://host:port; it is 'https://gateway\.example'"):
-        sandbox.look(config(harness=SANDBOX), sys.executable, sys.executable, "https://gateway.example")
+        sandbox_view(config(harness=SANDBOX), sys.executable, "https://gateway.example")
     with pytest.raises(ConfigError, match=r"harness\.readable: .*/nothing does not exist"):
         made = config(harness=SANDBOX | {"readable": ["nothing"]})
-        sandbox.look(made, sys.executable, sys.executable, "http://127.0.0.1:1")
+        sandbox_view(made, sys.executable, "http://127.0.0.1:1")
 
 
 # For real
@@ -392,7 +393,7 @@ async def test_the_openai_sdk_through_the_real_gateway(tmp_path: Path, tokenizer
         tokenizer_path,
         harness=SANDBOX | {"command": ["python", "{{ config_dir }}/agent.py"], "readable": ["agent.py"]},
         grader={"command": [sys.executable, "-c", "from leyden.client import post_reward; post_reward(1)"]},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
     renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
     async with serving(config, renderer, engine=ScriptedEngine(renderer, ["one", "two"])) as gateway:
         (rollout,) = await run(gateway, config, 1, {})
@@ -422,7 +423,7 @@ async def test_mini_in_the_sandbox(tmp_path: Path, tokenizer_path: Path, gone: L
             "readable": ["mini.yaml"],
         },
         grader={"command": ["sh", "-c", f"test -e made && {sys.executable} -c '{POST}'"]},
-    ).model_copy(update={"config_dir": tmp_path})  # fmt: skip
+    )  # fmt: skip
     renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
     replies = ["```bash\ntouch made\n```", "```bash\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"]
     async with serving(config, renderer, engine=ScriptedEngine(renderer, list(replies))) as gateway:

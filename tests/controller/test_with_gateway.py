@@ -72,7 +72,7 @@ async def test_rollouts_with_turns_and_rewards(tmp_path: Path, tokenizer_path: P
         tokenizer_path,
         harness={"command": [sys.executable, "{{ config_dir }}/agent.py"]},
         grader={"command": None, "function": "grading:grade"},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
     renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
     async with serving(config, renderer) as gateway:
         rollouts = await run(gateway, config, 3, {"prompt": "hello"})
@@ -101,7 +101,7 @@ async def test_mini_runs_in_a_fork_and_is_trained(tmp_path: Path, tokenizer_path
             "preload": ["minisweagent.run.mini", "minisweagent.models.litellm_textbased_model"],
         },
         grader={"command": ["sh", "-c", f"test -e made && {sys.executable} -c '{POST}'"]},
-    ).model_copy(update={"config_dir": tmp_path})  # fmt: skip
+    )  # fmt: skip
     renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
     replies = ["```bash\ntouch made\n```", "```bash\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"]
     engine = ScriptedEngine(renderer, list(replies))
@@ -152,7 +152,7 @@ async def test_a_harness_that_grades_itself_posts_with_its_own_key(
         harness={"command": [sys.executable, "{{ config_dir }}/agent.py"], "max_attempts": 1},
         grader={"command": None, "harness": True},
         workspace={"keep": "all"},
-    ).model_copy(update={"config_dir": tmp_path})
+    )
     renderer = ModelRenderer(str(tokenizer_path), "qwen3", "template")
     async with serving(config, renderer) as gateway:
         (rollout,) = await run(gateway, config, 1, {"prompt": "hello", "how": how})

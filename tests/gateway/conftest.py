@@ -153,7 +153,7 @@ def make_config(tmp_path: Path, model: Path, /, **sections: Any) -> RunConfig:
     }
     for name, section in sections.items():
         document[name] = document.get(name, {}) | section
-    return run_file.parse(document)
+    return run_file.absolute(run_file.parse(document), tmp_path)
 
 
 class Server(uvicorn.Server):

@@ -167,7 +167,7 @@ def _config(case: Case, setup: Setup, folder: Path) -> RunConfig:
         "harness": harness,
         "grader": {"function": "grading:grade"},
     }
-    return run_file.parse(document).model_copy(update={"config_dir": HERE})
+    return run_file.absolute(run_file.parse(document), HERE)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from leyden.controller.board import Board
 from leyden.controller.clock import Clock
 from leyden.controller.jobs import OVER_LIMIT, grader_job, harness_job
 from leyden.controller.last_words import last_words
-from leyden.controller.launch import BASE_URL_VARIABLES, attempt_paths
+from leyden.controller.launch import BASE_URL_VARIABLES
+from leyden.controller.paths import attempt_paths
 from leyden.controller.plan import (
     LIVE,
     Action,

@@ -1,202 +1,162 @@
-"""What a harness or grader is started with: command, environment, folders. Pure; `workspace.py` does the writing."""
+"""What a harness or grader is started with: its command and its environment. Pure; every backend uses it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from jinja2 import UndefinedError
 
-from leyden.config import RunConfig
-from leyden.controller.environment import inherited, reaching
-from leyden.controller.jobs import Job, grader_job, harness_job
+from leyden.config import GraderConfig, HarnessConfig, RunConfig
+from leyden.controller.environment import reaching
 from leyden.controller.templates import render, render_strictly
 from leyden.errors import LaunchError
-from leyden.types import Json
+from leyden.records import Rollout
 
 MOST_TEXT_BYTES = 32 * 4096 - 1  # MAX_ARG_STRLEN of Linux, with its NUL
 POINTER_BYTES = 8
 TASK_FILE = "let the harness read the task from the file that LEYDEN_TASK names"
-GRADE = Path(__file__).with_name("grade.py")
 # What a harness is told to use; named in the warning about a harness that made no call.
 BASE_URL_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL")
+KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "GEMINI_API_KEY", "GOOGLE_API_KEY")
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptPaths:
-    """The files of one attempt, `run_dir/attempts/ROLLOUT/ATTEMPT`."""
+class RunFacts:
+    """What the run file's templates may print of the run itself."""
 
-    root: Path
+    run_dir: Path
+    config_dir: Path
+    model: str
 
-    @property
-    def settled(self) -> Path:
-        """There once the attempt is cleaned up after; beside the attempts, where a harness does not write."""
-        return self.root.parents[2] / "settled" / f"{self.root.parent.name}.{self.root.name}"
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls(config.run_dir, config.config_dir, config.model.name)
 
-    @property
-    def task(self) -> Path:
-        return self.root / "task.json"
+    def variables(self) -> dict[str, Any]:
+        return {"run_dir": str(self.run_dir), "config_dir": str(self.config_dir), "model": self.model}
 
-    @property
-    def workspace(self) -> Path:
-        return self.root / "workspace"
-
-    @property
-    def harness_log(self) -> Path:
-        return self.root / "harness.log"
-
-    @property
-    def exit(self) -> Path:
-        return self.root / "exit.json"
-
-    @property
-    def tmp(self) -> Path:
-        """A sandboxed harness's /tmp; its grader's is `grade_tmp`."""
-        return self.root / "tmp"
-
-    @property
-    def grade_tmp(self) -> Path:
-        return self.grade / "tmp"
-
-    @property
-    def grade(self) -> Path:
-        return self.root / "grade"
-
-    @property
-    def grade_log(self) -> Path:
-        return self.grade / "grade.log"
+    def attempt_variables(self, rollout: Rollout, workspace: Path) -> dict[str, Any]:
+        own = {"task": rollout.task, "workspace": str(workspace), "rollout_id": rollout.rollout_id}
+        return own | self.variables()
 
 
-def attempt_paths(run_dir: Path, rollout_id: str, attempt: int) -> AttemptPaths:
-    """Raises LaunchError for an id that is not a plain file name."""
-    if not is_plain_name(rollout_id):
-        what = f"rollout id {rollout_id!r} has characters other than letters, digits, - and _"
-        raise LaunchError(what, final=True)
-    return AttemptPaths(run_dir / "attempts" / rollout_id / str(attempt))
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an attempt's files are, as its programs see them."""
+
+    workspace: Path
+    task: Path
+    harness_log: Path
+    exit: Path
 
 
-def is_plain_name(rollout_id: str) -> bool:
-    return bool(rollout_id) and all(c.isalnum() or c in "-_" for c in rollout_id)
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """How a program is started: Leyden's variables are `own` and the secret `keys`; those of the run file, `given`, go
+    over them. `known` is what templates may print.
+    """
+
+    argv: tuple[str, ...]
+    own: Mapping[str, str]
+    keys: Mapping[str, str] = field(repr=False)
+    given: Mapping[str, str]
+    known: Mapping[str, Any]
+
+    def environment(self, url: str, inherited: Mapping[str, str]) -> dict[str, str]:
+        """All variables of a program that reaches the gateway at `url`."""
+        return reaching(host(url), {**inherited, **self.own, **self.keys}, self.given)
 
 
-def variables(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> dict[str, Any]:
-    """What the templates of the run file may use."""
+@dataclass(frozen=True, slots=True)
+class Invocations:
+    """Builds the commands and environments of a run. `function_runner` is the command that calls a grader function."""
+
+    run: RunFacts
+    harness: HarnessConfig
+    grader: GraderConfig
+    url: str
+    function_runner: tuple[str, ...]
+
+    def of_harness(self, rollout: Rollout, key: str, place: Place) -> Invocation:
+        """Raises LaunchError if a template cannot be rendered, or for what no program can be started with."""
+        known = self._known(rollout, place)
+        own = endpoints(self.url) | self._own(rollout, place) | {"LEYDEN_URL": self.url}
+        if self.grader.harness:
+            own |= self._reward_address()
+        return Invocation(
+            argv=rendered_command("harness.command", self.harness.command, known),
+            own=own,
+            keys=dict.fromkeys((*KEY_VARIABLES, "LEYDEN_KEY"), key),
+            given=self._rendered_env(known),
+            known=known,
+        )
+
+    def of_grader(self, rollout: Rollout, key: str, place: Place) -> Invocation:
+        """Raises LaunchError, as `of_harness` does."""
+        known = self._known(rollout, place)
+        found = {"LEYDEN_HARNESS_LOG": str(place.harness_log), "LEYDEN_EXIT": str(place.exit)}
+        if self.grader.function:
+            argv = (*self.function_runner, self.grader.function, str(self.run.config_dir))
+        else:
+            argv = rendered_command("grader.command", self.grader.command or [], known)
+        own = self._own(rollout, place) | self._reward_address() | found
+        return Invocation(argv, own, {"LEYDEN_KEY": key}, {}, known)
+
+    def preload_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What modules see while they are preloaded: the harness's variables without keys and without what names a
+        task."""
+        known = self.run.variables() | {"url": self.url}
+        given: dict[str, str] = {}
+        for name, text in self.harness.env.items():
+            try:
+                given[name] = render_strictly(f"harness.env.{name}", text, known)
+            except UndefinedError:
+                continue
+        return reaching(host(self.url), {**inherited, **endpoints(self.url)}, given)
+
+    def _known(self, rollout: Rollout, place: Place) -> dict[str, Any]:
+        return self.run.attempt_variables(rollout, place.workspace) | {"url": self.url}
+
+    def _own(self, rollout: Rollout, place: Place) -> dict[str, str]:
+        return {
+            "LEYDEN_ROLLOUT_ID": rollout.rollout_id,
+            "LEYDEN_ATTEMPT": str(rollout.attempt),
+            "LEYDEN_MODEL": self.run.model,
+            "LEYDEN_TASK": str(place.task),
+            "LEYDEN_WORKSPACE": str(place.workspace),
+        }
+
+    def _reward_address(self) -> dict[str, str]:
+        return {"LEYDEN_REWARD_URL": f"{self.url}/api/reward"}
+
+    def _rendered_env(self, known: Mapping[str, Any]) -> dict[str, str]:
+        rendered = {}
+        for name, text in self.harness.env.items():
+            key = f"harness.env.{name}"
+            rendered[name] = _startable(key, render(key, text, known), len(name) + 1)
+        return rendered
+
+
+def endpoints(url: str) -> dict[str, str]:
     return {
-        "task": task,
-        "workspace": str(paths.workspace),
-        "rollout_id": rollout_id,
-        **_static_variables(config),
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "ANTHROPIC_BASE_URL": url,
+        "GOOGLE_GEMINI_BASE_URL": url,
     }
 
 
-def harness(
-    config: RunConfig,
-    url: str,
-    key: str,
-    rollout_id: str,
-    attempt: int,
-    task: Json,
-    parent: Mapping[str, str],
-) -> Job:
-    """The job of an attempt's harness. Raises LaunchError if a template cannot be rendered."""
-    paths = attempt_paths(config.run_dir, rollout_id, attempt)
-    known = variables(config, rollout_id, task, paths) | {"url": url}
-    environment = inherited(parent, config.harness.pass_env) | endpoints(url) | model_keys(key)
-    environment |= _own(config, rollout_id, attempt, paths) | {"LEYDEN_URL": url, "LEYDEN_KEY": key}
-    if config.grader.harness:
-        environment |= reward_address(url)
-    environment = reaching(_host(url), environment, rendered_env(config, known))
-    argv = rendered_command("harness.command", config.harness.command, known)
-    check_size("harness.command", argv, environment)
-    return Job(
-        job_id=harness_job(rollout_id, attempt),
-        directory=paths.root,
-        argv=argv,
-        cwd=paths.workspace,
-        env=environment,
-        log=paths.harness_log,
-        log_bytes=config.harness.log_bytes,
-        fork=bool(config.harness.preload),
-        learn=bool(config.harness.preload),
-        limits=config.harness.limits.model_dump(exclude_none=True),
-        folders=(paths.workspace,),
-        files=(paths.task,),
-    )
-
-
-def grader(
-    config: RunConfig,
-    url: str,
-    key: str,
-    rollout_id: str,
-    attempt: int,
-    task: Json,
-    number: int,
-    parent: Mapping[str, str],
-    python: str,
-) -> Job:
-    """The job of an attempt's grader. A function runs under `python`, the controller's interpreter."""
-    paths = attempt_paths(config.run_dir, rollout_id, attempt)
-    known = variables(config, rollout_id, task, paths)
-    environment = inherited(parent, config.grader.pass_env) | _own(config, rollout_id, attempt, paths)
-    environment |= reward_address(url) | {
-        "LEYDEN_KEY": key,
-        "LEYDEN_HARNESS_LOG": str(paths.harness_log),
-        "LEYDEN_EXIT": str(paths.exit),
-    }
-    if config.grader.function:
-        argv: tuple[str, ...] = (python, str(GRADE), config.grader.function, str(config.config_dir))
-    else:
-        argv = rendered_command("grader.command", config.grader.command or [], known)
-    return Job(
-        job_id=grader_job(rollout_id, attempt, number),
-        directory=paths.grade,
-        argv=argv,
-        cwd=paths.workspace,
-        env=reaching(_host(url), environment, {}),
-        log=paths.grade_log,
-        log_bytes=config.harness.log_bytes,
-        fork=config.grader.function is not None,
-        limits=config.harness.limits.model_dump(exclude_none=True),
-        folders=(paths.workspace,),
-        counts_found=False,
-        files=(paths.task, paths.harness_log, paths.exit),
-    )
-
-
-def launcher_environment(config: RunConfig, url: str, parent: Mapping[str, str]) -> dict[str, str]:
-    """What modules see while they are preloaded: the harness's variables without keys and without what names a task."""
-    environment = inherited(parent, config.harness.pass_env) | endpoints(url)
-    given: dict[str, str] = {}
-    for name, text in config.harness.env.items():
-        try:
-            given[name] = render_strictly(f"harness.env.{name}", text, _static_variables(config) | {"url": url})
-        except UndefinedError:
-            continue
-    return reaching(_host(url), environment, given)
-
-
-def _static_variables(config: RunConfig) -> dict[str, Any]:
-    return {
-        "run_dir": str(config.run_dir),
-        "config_dir": str(config.config_dir),
-        "model": config.model.name,
-    }
+def host(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def rendered_command(name: str, command: list[str], known: Mapping[str, Any]) -> tuple[str, ...]:
-    """Raises LaunchError for what cannot be rendered, and for what no program can be started with."""
     return tuple(_startable(f"{name}[{i}]", render(f"{name}[{i}]", item, known)) for i, item in enumerate(command))
-
-
-def rendered_env(config: RunConfig, known: Mapping[str, Any]) -> dict[str, str]:
-    """`harness.env`. Raises LaunchError, as `rendered_command` does."""
-    keys = {name: f"harness.env.{name}" for name in config.harness.env}
-    return {n: _startable(keys[n], render(keys[n], v, known), len(n) + 1) for n, v in config.harness.env.items()}
 
 
 def check_size(name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -222,36 +182,3 @@ def _startable(key: str, text: str, more: int = 0) -> str:
         what = f"{key} has {size} bytes, the system takes {MOST_TEXT_BYTES} in one argument or variable"
         raise LaunchError(f"{what}; {TASK_FILE}", final=True)
     return text
-
-
-def _host(url: str) -> str:
-    return urlsplit(url).hostname or ""
-
-
-def reward_address(url: str) -> dict[str, str]:
-    return {"LEYDEN_REWARD_URL": f"{url}/api/reward"}
-
-
-def endpoints(url: str) -> dict[str, str]:
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_BASE": f"{url}/v1",
-        "ANTHROPIC_BASE_URL": url,
-        "GOOGLE_GEMINI_BASE_URL": url,
-    }
-
-
-def model_keys(key: str) -> dict[str, str]:
-    names = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "GEMINI_API_KEY", "GOOGLE_API_KEY")
-    return dict.fromkeys(names, key)
-
-
-def _own(config: RunConfig, rollout_id: str, attempt: int, paths: AttemptPaths) -> dict[str, str]:
-    return {
-        "LEYDEN_ROLLOUT_ID": rollout_id,
-        "LEYDEN_ATTEMPT": str(attempt),
-        "LEYDEN_MODEL": config.model.name,
-        "LEYDEN_TASK": os.fspath(paths.task),
-        "LEYDEN_WORKSPACE": os.fspath(paths.workspace),
-        "PWD": os.fspath(paths.workspace),
-    }

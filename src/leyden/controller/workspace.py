@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from leyden.config import RunConfig
+from leyden.config import WorkspaceConfig
 from leyden.controller.backends.leyden_launcher import removal
 from leyden.controller.backends.leyden_launcher.removal import open_up
-from leyden.controller.launch import AttemptPaths, attempt_paths, is_plain_name, variables
+from leyden.controller.launch import RunFacts
+from leyden.controller.paths import AttemptPaths, attempt_paths, is_plain_name
 from leyden.controller.templates import render
 from leyden.errors import LaunchError, NoRoom
+from leyden.records import Rollout
 from leyden.types import Json
 
 MOST_PARTS = 100
@@ -26,7 +28,7 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
-def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths) -> None:
+def prepare(settings: WorkspaceConfig, run: RunFacts, rollout: Rollout, paths: AttemptPaths) -> None:
     """Make the attempt's folder: task.json, and the workspace from the template folder and the task's files.
 
     What an interrupted start left in the folder is replaced. Raises LaunchError naming the offending path, NoRoom on
@@ -35,15 +37,14 @@ def prepare(config: RunConfig, rollout_id: str, task: Json, paths: AttemptPaths)
     try:
         own_folder(paths.root.parent)
         empty(paths.root)
-        _write_private(paths.task, json.dumps(task, ensure_ascii=False))
-        template = config.workspace.template
-        if template is None:
+        _write_private(paths.task, json.dumps(rollout.task, ensure_ascii=False))
+        if settings.template is None:
             paths.workspace.mkdir(mode=0o700)
         else:
-            known = variables(config, rollout_id, task, paths)
-            _copy_template(template_folder(config, template, known), paths.workspace, config.run_dir)
-        if config.workspace.files is not None:
-            write_files(paths.workspace, task_files(task, config.workspace.files))
+            known = run.attempt_variables(rollout, paths.workspace)
+            _copy_template(template_folder(settings.template, run, known), paths.workspace, run.run_dir)
+        if settings.files is not None:
+            write_files(paths.workspace, task_files(rollout.task, settings.files))
     except OSError as error:
         raise _failed(f"the workspace {paths.workspace} cannot be made", error) from error
 
@@ -159,23 +160,23 @@ def _relative(path: object) -> PurePosixPath:
     return pure
 
 
-def template_folder(config: RunConfig, template: str, known: Mapping[str, Any]) -> Path:
+def template_folder(template: str, run: RunFacts, known: Mapping[str, Any]) -> Path:
     """The folder to copy. What a task says chooses below the folder that the run file names before it, as
     `repos/{{ task.repo }}` does below repos; the run file's own folder where nothing stands before.
 
     Raises LaunchError for a folder that is elsewhere, also by a link, that is none, or that is in the run's own folder.
     """
-    found = config.config_dir / render("workspace.template", template, known)
+    found = run.config_dir / render("workspace.template", template, known)
     by_task = _BY_TASK.search(template)
     if by_task:
         before = render("workspace.template", template[: by_task.start()], known)
-        base = config.config_dir / before[: before.rfind("/") + 1]
+        base = run.config_dir / before[: before.rfind("/") + 1]
         if not found.resolve().is_relative_to(base.resolve()):
             raise LaunchError(f"workspace.template: {str(found)!r} leads out of {base}", final=True)
     if not found.is_dir():
         raise LaunchError(f"workspace.template: {found} is not a folder", final=True)
-    if found.resolve().is_relative_to(config.run_dir.resolve()):
-        raise LaunchError(f"workspace.template: {found} is in the run's own folder, {config.run_dir}", final=True)
+    if found.resolve().is_relative_to(run.run_dir.resolve()):
+        raise LaunchError(f"workspace.template: {found} is in the run's own folder, {run.run_dir}", final=True)
     return found.resolve()
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
-from leyden.controller.launch import AttemptPaths
+from leyden.controller.launch import RunFacts
+from leyden.controller.paths import AttemptPaths
 from leyden.doctor.findings import Finding, ok, problem
-from leyden.doctor.manifests import ROLLOUT
+from leyden.doctor.manifests import ROLLOUT, claim_of
 from leyden.doctor.preflight import check_launch
 from leyden.errors import ConfigError, LaunchError
 from leyden.trainer.tasks import TaskSet, read_tasks
@@ -52,7 +53,7 @@ def check_templates(config: RunConfig, task: Json, folder: Path, parent: Mapping
 def _prepare(config: RunConfig, task: Json) -> None:
     paths = AttemptPaths(config.run_dir / "attempts" / ROLLOUT / "1")
     try:
-        workspace.prepare(config, ROLLOUT, task, paths)
+        workspace.prepare(config.workspace, RunFacts.of(config), claim_of(ROLLOUT, task).rollout, paths)
     finally:
         workspace.remove(paths.root)
 

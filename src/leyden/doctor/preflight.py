@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from leyden.config import KubernetesConfig, RunConfig
-from leyden.controller import launch
-from leyden.controller.backends import sandbox
-from leyden.controller.backends.local import check_passed, interpreter
-from leyden.doctor.manifests import ROLLOUT, URL, render_manifests
+from leyden.controller.backends.local import check_passed, interpreter, sandbox_view
+from leyden.controller.backends.local_jobs import local_jobs
+from leyden.doctor.manifests import ROLLOUT, URL, claim_of, render_manifests
 from leyden.errors import ConfigError
 from leyden.model_files import architecture
 from leyden.trainer.embedded.architecture import GIB, arithmetic, check_supported, needs
@@ -125,14 +124,14 @@ def check_launch(config: RunConfig, task: Json, parent: Mapping[str, str]) -> No
     if config.controller.backend == "kubernetes":
         render_manifests(config, task)
         return
-    python = interpreter(config)
-    check_passed(config, parent)
-    job = launch.harness(config, URL, "key", ROLLOUT, 1, task, parent)
+    python = interpreter(config.harness)
+    check_passed(config.harness, config.grader, parent)
+    jobs, rollout = local_jobs(config, URL, parent), claim_of(ROLLOUT, task).rollout
+    job = jobs.harness(rollout, "key")
     check_program("harness.command", job.argv[0], job.env, python)
-    if config.harness.sandbox == "bubblewrap":
-        sandbox.look(config, python, sys.executable, config.gateway.url or URL)
+    sandbox_view(config, python, config.gateway.url or URL)
     if config.grader.command:
-        graded = launch.grader(config, URL, "key", ROLLOUT, 1, task, 1, parent, sys.executable)
+        graded = jobs.grader(rollout, "key", 1)
         check_program("grader.command", graded.argv[0], graded.env, python)
     if config.grader.function:
         check_function(config.grader.function, config.config_dir)

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from leyden.config import RunConfig
-from leyden.controller import launch, workspace
+from leyden.config import GraderConfig, HarnessConfig, RunConfig
+from leyden.controller import workspace
 from leyden.controller.backends import sandbox
 from leyden.controller.backends.base import Events
 from leyden.controller.backends.launcher import Launcher, LauncherSettings
+from leyden.controller.backends.local_jobs import local_jobs
 from leyden.controller.jobs import Job, grader_job, harness_job, read_exit
+from leyden.controller.launch import RunFacts
+from leyden.controller.paths import AttemptPaths, attempt_paths
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import ConfigError
 from leyden.records import Claim, Rollout
@@ -27,15 +30,26 @@ class LocalBackend:
     """`url` is the gateway's, `parent` the environment that harnesses inherit."""
 
     def __init__(self, config: RunConfig, url: str, parent: Mapping[str, str], events: Events) -> None:
-        self._config = config
-        self._parent = parent
+        self._run = RunFacts.of(config)
+        self._workspace = config.workspace
+        self._given = config.harness.env
         self._events = events
-        settings = _settings(config, url, parent)
-        self._launcher = Launcher(settings, events.ended)
-        self._view = None
-        if config.harness.sandbox == "bubblewrap":
-            self._view = sandbox.look(config, settings.python, sys.executable, url)
+        for name in ("launcher", "logs", "attempts"):
+            (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        python = interpreter(config.harness)
+        check_passed(config.harness, config.grader, parent)
+        self._view = sandbox_view(config, python, url)
         self._url = sandbox.inner_url(url) if self._view else url
+        self._jobs = local_jobs(config, self._url, parent)
+        settings = LauncherSettings(
+            state=config.run_dir / "launcher",
+            log=config.run_dir / "logs" / "launcher.log",
+            python=python,
+            preload=(*config.harness.preload, *_grader_modules(config.grader, python)),
+            environment=self._jobs.preload_environment(),
+            limits=config.harness.limits.model_dump(exclude_none=True),
+        )
+        self._launcher = Launcher(settings, events.ended)
 
     @property
     def running(self) -> dict[str, float]:
@@ -49,12 +63,10 @@ class LocalBackend:
         await self._launcher.supervise()
 
     async def start_harness(self, claim: Claim) -> None:
-        rollout, key = claim.rollout, claim.agent_key
+        rollout = claim.rollout
         paths = self._paths(rollout.rollout_id, rollout.attempt)
-        await asyncio.to_thread(workspace.prepare, self._config, rollout.rollout_id, rollout.task, paths)
-        job = launch.harness(
-            self._config, self._url, key, rollout.rollout_id, rollout.attempt, rollout.task, self._parent
-        )
+        await asyncio.to_thread(workspace.prepare, self._workspace, self._run, rollout, paths)
+        job = self._jobs.harness(rollout, claim.agent_key)
         if self._view:
             job = self._sandboxed(job, paths.tmp, self._view.readable)
         await self._launcher.start(job)
@@ -63,17 +75,7 @@ class LocalBackend:
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
         paths = self._paths(rollout.rollout_id, rollout.attempt)
         await asyncio.to_thread(workspace.ready_to_grade, rollout.task, paths, number)
-        job = launch.grader(
-            self._config,
-            self._url,
-            key,
-            rollout.rollout_id,
-            rollout.attempt,
-            rollout.task,
-            number,
-            self._parent,
-            sys.executable,
-        )
+        job = self._jobs.grader(rollout, key, number)
         if self._view:
             job = self._sandboxed(job, paths.grade_tmp, self._view.grader_readable)
         await self._launcher.start(job)
@@ -83,7 +85,7 @@ class LocalBackend:
         assert self._view is not None
         workspace.empty(tmp)
         (tmp / sandbox.SHM).mkdir()
-        return sandbox.wrap(job, self._view, self._url, tmp, readable=readable, given=self._config.harness.env)
+        return sandbox.wrap(job, self._view, self._url, tmp, readable=readable, given=self._given)
 
     def kill(self, job_id: str, reason: str) -> None:
         self._launcher.kill(job_id, reason)
@@ -132,46 +134,38 @@ class LocalBackend:
     async def close(self) -> None:
         await self._launcher.close()
 
-    def _paths(self, rollout_id: str, attempt: int) -> launch.AttemptPaths:
-        return launch.attempt_paths(self._config.run_dir, rollout_id, attempt)
+    def _paths(self, rollout_id: str, attempt: int) -> AttemptPaths:
+        return attempt_paths(self._run.run_dir, rollout_id, attempt)
 
 
-def _settings(config: RunConfig, url: str, parent: Mapping[str, str]) -> LauncherSettings:
-    """Where the run folder's launcher lives and which interpreter runs it; makes the folders."""
-    for name in ("launcher", "logs", "attempts"):
-        (config.run_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    python = interpreter(config)
-    check_passed(config, parent)
-    return LauncherSettings(
-        state=config.run_dir / "launcher",
-        log=config.run_dir / "logs" / "launcher.log",
-        python=python,
-        preload=tuple(config.harness.preload) + _grader_modules(config, python),
-        environment=launch.launcher_environment(config, url, parent),
-        limits=config.harness.limits.model_dump(exclude_none=True),
-    )
+def sandbox_view(config: RunConfig, python: str, url: str) -> sandbox.View | None:
+    """What a sandboxed attempt sees; None without `harness.sandbox`. Raises ConfigError if there can be no sandbox."""
+    if config.harness.sandbox == "none":
+        return None
+    code = config.config_dir if config.grader.function else None
+    return sandbox.look(config.harness, config.run_dir, python, sys.executable, url, code)
 
 
-def _grader_modules(config: RunConfig, python: str) -> tuple[str, ...]:
+def _grader_modules(grader: GraderConfig, python: str) -> tuple[str, ...]:
     """What a grader function's process needs besides the function, if it is forked from the launcher."""
-    forked = config.grader.function is not None and python == sys.executable
+    forked = grader.function is not None and python == sys.executable
     return ("leyden.client.reward",) if forked else ()
 
 
-def check_passed(config: RunConfig, parent: Mapping[str, str]) -> None:
+def check_passed(harness: HarnessConfig, grader: GraderConfig, parent: Mapping[str, str]) -> None:
     """Raises ConfigError for a variable to be passed on that is not set."""
-    for key, names in (("harness.pass_env", config.harness.pass_env), ("grader.pass_env", config.grader.pass_env)):
+    for key, names in (("harness.pass_env", harness.pass_env), ("grader.pass_env", grader.pass_env)):
         missing = [name for name in names if name not in parent]
         if missing:
             raise ConfigError(key, f"{missing[0]} is not set where Leyden was started; set it, or take it out")
 
 
-def interpreter(config: RunConfig) -> str:
+def interpreter(harness: HarnessConfig) -> str:
     """The absolute path of `harness.python`, or of this interpreter."""
-    if config.harness.python is None:
+    named = harness.python
+    if named is None:
         return sys.executable
-    named = config.harness.python
-    found = str(config.config_dir / named) if os.sep in named else shutil.which(named)
+    found = named if os.sep in named else shutil.which(named)
     if found is None or not os.access(found, os.X_OK):
         raise ConfigError("harness.python", f"{named!r} is not an executable; give the path of an interpreter")
     return str(Path(found).absolute())

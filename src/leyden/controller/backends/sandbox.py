@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import leyden
-from leyden.config import RunConfig
+from leyden.config import HarnessConfig
 from leyden.controller.backends.launcher import PROGRAM
 from leyden.controller.jobs import Job
 from leyden.errors import ConfigError
@@ -60,8 +60,13 @@ class View:
     root: bool = False
 
 
-def look(config: RunConfig, python: str, leyden_python: str, gateway_url: str) -> View:
-    """Find out what a sandbox of this run has to show. Raises ConfigError if there can be none."""
+def look(
+    harness: HarnessConfig, run_dir: Path, python: str, leyden_python: str, gateway_url: str, grader_code: Path | None
+) -> View:
+    """Find out what a sandbox of this run has to show; `grader_code` is the folder of a grader function's module.
+
+    Raises ConfigError if there can be no sandbox.
+    """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise ConfigError("harness.sandbox", f"bubblewrap is not installed: there is no `bwrap` on PATH; {INSTALL}")
@@ -69,21 +74,18 @@ def look(config: RunConfig, python: str, leyden_python: str, gateway_url: str) -
     if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
         raise ConfigError("harness.sandbox", f"the gateway's address must be http://host:port; it is {gateway_url!r}")
     _try(bwrap)
-    named = [config.config_dir / path for path in config.harness.readable]
-    missing = [str(path) for path in named if not path.exists()]
+    missing = [str(path) for path in harness.readable if not path.exists()]
     if missing:
         raise ConfigError("harness.readable", f"{missing[0]} does not exist")
-    mine = [Path(leyden.__file__).parent, *environment(leyden_python)]
-    if config.grader.function:
-        mine.append(config.config_dir)
-    harness = [*environment(python), *named]
+    mine = [Path(leyden.__file__).parent, *environment(leyden_python), *([grader_code] if grader_code else [])]
+    theirs = [*environment(python), *harness.readable]
     return View(
         bwrap=bwrap,
         python=python,
-        run_dir=config.run_dir,
+        run_dir=run_dir,
         gateway=(parts.hostname, parts.port or 80),
-        readable=outermost(harness),
-        grader_readable=outermost([*harness, *mine]),
+        readable=outermost(theirs),
+        grader_readable=outermost([*theirs, *mine]),
         hidden=tuple(private(Path("/etc"))) if os.getuid() == 0 else (),
         root=os.getuid() == 0,
     )

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller import launch
 from leyden.controller.backends.base import Events
 from leyden.controller.backends.kubernetes.api import (
     EVENTS,
@@ -55,6 +54,7 @@ from leyden.controller.backends.kubernetes.verdict import (
 )
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
 from leyden.controller.jobs import CANCELLED, OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
+from leyden.controller.paths import attempt_paths
 from leyden.controller.plan import Attempt, Phase
 from leyden.errors import LaunchError
 from leyden.records import Claim, Rollout
@@ -136,7 +136,7 @@ class KubernetesBackend:
         await self._create(await asyncio.to_thread(self._programs.harness, claim))
 
     async def start_grader(self, rollout: Rollout, key: str, number: int) -> None:
-        paths = launch.attempt_paths(self._config.run_dir, rollout.rollout_id, rollout.attempt)
+        paths = attempt_paths(self._config.run_dir, rollout.rollout_id, rollout.attempt)
         printed = _content(paths.harness_log)
         harness = self._mine.get(harness_job(rollout.rollout_id, rollout.attempt))
         exit_ = harness.exit if isinstance(harness, Ended) else _told_exit(rollout)
@@ -206,14 +206,14 @@ class KubernetesBackend:
                 self._delete(job_id, job["metadata"]["name"], job["metadata"]["uid"])
             self._ledger.forget(job_id)
         if not keep:
-            paths = launch.attempt_paths(self._config.run_dir, rollout_id, number)
+            paths = attempt_paths(self._config.run_dir, rollout_id, number)
             try:
                 (paths.root / "workspace.tar.gz").unlink(missing_ok=True)
             except OSError as error:
                 log.warning("what %s left is not removed: %s", harness_job(rollout_id, number), error)
 
     def where(self, attempt: Attempt) -> str:
-        paths = launch.attempt_paths(self._config.run_dir, attempt.rollout_id, attempt.attempt)
+        paths = attempt_paths(self._config.run_dir, attempt.rollout_id, attempt.attempt)
         job = self._ledger.job(attempt.job_id)
         name = f", Job {job['metadata']['name']} in namespace {self._pods.namespace}" if job else ""
         return f"log: {paths.grade_log if attempt.tries else paths.harness_log}{name}"
@@ -365,7 +365,7 @@ class KubernetesBackend:
         pod = self._ledger.pod(job_id)
         attempt, _, grader = job_id.partition(".grade")
         rollout_id, _, number = attempt.rpartition(".")
-        paths = launch.attempt_paths(self._config.run_dir, rollout_id, int(number))
+        paths = attempt_paths(self._config.run_dir, rollout_id, int(number))
         target = paths.grade_log if grader else paths.harness_log
         container = "grader" if grader else "harness"
         printed, read = "the pod was gone before its log was read\n", False

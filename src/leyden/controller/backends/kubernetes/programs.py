@@ -7,15 +7,16 @@ import json
 import re
 import tarfile
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller import launch, workspace
+from leyden.controller import workspace
 from leyden.controller.backends.kubernetes.manifest import FILES, TEMPLATE, WORKSPACE, Pods, Program
 from leyden.controller.jobs import grader_job, harness_job
+from leyden.controller.launch import Invocation, Invocations, Place, RunFacts
+from leyden.controller.paths import attempt_paths
 from leyden.errors import ConfigError, LaunchError
 from leyden.records import Claim, Rollout
 from leyden.types import Json
@@ -24,6 +25,8 @@ KEEPER = Path(__file__).with_name("keeper.py")
 MOST_LOG_BYTES = 256 * 2**10
 _KEY = re.compile(r"lk-[agwc]-[A-Za-z0-9_-]{20,}")
 _TASK, _EXIT, _LOG = "task.json", "exit.json", "harness.log"
+_PLACE = Place(Path(WORKSPACE), *(Path(FILES, name) for name in (_TASK, _LOG, _EXIT)))
+_FUNCTION_RUNNER = ("python3", "-m", "leyden.controller.grade")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,14 @@ class Programs:
     def harness(self, claim: Claim) -> Program:
         """Raises LaunchError for a template that cannot be rendered, or files that are too large."""
         rollout, config = claim.rollout, self.config
-        known = self._known(rollout)
-        env = launch.endpoints(self.url) | self._own(rollout) | {"LEYDEN_URL": self.url}
-        if config.grader.harness:
-            env |= launch.reward_address(self.url)
-        env |= launch.rendered_env(config, known)
-        command = launch.rendered_command("harness.command", config.harness.command, known)
+        started = self._invocations.of_harness(rollout, claim.agent_key, _PLACE)
         return self._program(
             rollout,
+            started,
+            config.kubernetes.image,
             job_id=harness_job(rollout.rollout_id, rollout.attempt),
             workspace_key=claim.workspace_key,
             deadline_s=self._deadline_s(config.harness.timeout_s),
-            known=self._for_template(known, command, config.kubernetes.image),
-            env=env,
-            keys=launch.model_keys(claim.agent_key) | {"LEYDEN_KEY": claim.agent_key},
             archive=packed_workspace(config, rollout),
             files=self._files() | {_TASK: _json(rollout.task)},
         )
@@ -61,66 +58,42 @@ class Programs:
         """`log` and `exit_` are what is known of the harness's end. Its workspace is the one that was handed in, or
         `from_start` the one that it began with."""
         config = self.config
-        known = self._known(rollout)
-        env = (
-            self._own(rollout)
-            | launch.reward_address(self.url)
-            | {
-                "LEYDEN_HARNESS_LOG": f"{FILES}/{_LOG}",
-                "LEYDEN_EXIT": f"{FILES}/{_EXIT}",
-            }
-        )
-        if config.grader.function:
-            command: tuple[str, ...] = ("python3", "-m", "leyden.controller.grade", config.grader.function, FILES)
-        else:
-            command = launch.rendered_command("grader.command", config.grader.command or [], known)
-        image = config.kubernetes.grader_image or config.kubernetes.image
+        started = self._invocations.of_grader(rollout, key, _PLACE)
         return self._program(
             rollout,
+            started,
+            config.kubernetes.grader_image or config.kubernetes.image,
             job_id=grader_job(rollout.rollout_id, rollout.attempt, number),
             workspace_key=key,
             deadline_s=self._deadline_s(config.grader.timeout_s),
-            known=self._for_template(known, command, image),
-            env=env,
-            keys={"LEYDEN_KEY": key},
             grade=number,
             archive=packed_workspace(config, rollout) if from_start else None,
             files=self._files() | {_TASK: _json(rollout.task), _LOG: log[-MOST_LOG_BYTES:], _EXIT: _json(exit_)},
         )
 
-    def _program(self, rollout: Rollout, **fields: Any) -> Program:
-        return Program(run=self.run, rollout_id=rollout.rollout_id, attempt=rollout.attempt, url=self.url, **fields)
+    @property
+    def _invocations(self) -> Invocations:
+        run = RunFacts(Path("/tmp"), Path(FILES), self.config.model.name)  # noqa: S108  (of a pod of its own)
+        return Invocations(run, self.config.harness, self.config.grader, self.url, _FUNCTION_RUNNER)
 
-    def _known(self, rollout: Rollout) -> dict[str, Any]:
-        """What the run file's templates may print, as it is in the pod."""
-        return {
-            "task": rollout.task,
-            "workspace": WORKSPACE,
-            "rollout_id": rollout.rollout_id,
-            "model": self.config.model.name,
-            "url": self.url,
-            "config_dir": FILES,
-            "run_dir": "/tmp",  # noqa: S108  (of a pod of its own)
-        }
-
-    def _for_template(self, known: Mapping[str, Any], command: tuple[str, ...], image: str | None) -> dict[str, Any]:
-        resources = self.config.kubernetes.resources
-        return {**known, "command": list(command), "image": image, "resources": resources}
-
-    def _own(self, rollout: Rollout) -> dict[str, str]:
-        return {
-            "LEYDEN_ROLLOUT_ID": rollout.rollout_id,
-            "LEYDEN_ATTEMPT": str(rollout.attempt),
-            "LEYDEN_MODEL": self.config.model.name,
-            "LEYDEN_TASK": f"{FILES}/{_TASK}",
-            "LEYDEN_WORKSPACE": WORKSPACE,
-        }
+    def _program(self, rollout: Rollout, started: Invocation, image: str | None, **fields: Any) -> Program:
+        job = {"command": list(started.argv), "image": image, "resources": self.config.kubernetes.resources}
+        return Program(
+            run=self.run,
+            rollout_id=rollout.rollout_id,
+            attempt=rollout.attempt,
+            url=self.url,
+            known={**started.known, **job},
+            env={**started.own, **started.given},
+            keys={name: key for name, key in started.keys.items() if name not in started.given},
+            **fields,
+        )
 
     def _files(self) -> dict[str, bytes]:
         found = {}
         for path in self.config.kubernetes.files:
             try:
-                found[path.name] = (self.config.config_dir / path).read_bytes()
+                found[path.name] = path.read_bytes()
             except OSError as error:
                 raise LaunchError(f"kubernetes.files: {path} cannot be read: {error.strerror}") from error
         return found
@@ -137,11 +110,10 @@ def pods(config: RunConfig, namespace: str) -> Pods:
     settings = config.kubernetes
     template = TEMPLATE
     if settings.template is not None:
-        path = config.config_dir / settings.template
         try:
-            template = path.read_text(encoding="utf-8")
+            template = settings.template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("kubernetes.template", f"{path} cannot be read: {error}") from error
+            raise ConfigError("kubernetes.template", f"{settings.template} cannot be read: {error}") from error
     return Pods(
         namespace=namespace,
         keeper_image=settings.keeper_image or settings.image or "",
@@ -156,8 +128,8 @@ def pods(config: RunConfig, namespace: str) -> Pods:
 def packed_workspace(config: RunConfig, rollout: Rollout) -> bytes:
     """The workspace that the harness begins with, as a gzipped tar."""
     with tempfile.TemporaryDirectory(prefix="leyden-") as folder:
-        paths = launch.attempt_paths(Path(folder), rollout.rollout_id, rollout.attempt)
-        workspace.prepare(config, rollout.rollout_id, rollout.task, paths)
+        paths = attempt_paths(Path(folder), rollout.rollout_id, rollout.attempt)
+        workspace.prepare(config.workspace, RunFacts.of(config), rollout, paths)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             archive.add(paths.workspace, arcname=".")

@@ -333,7 +333,7 @@ async def test_something_else_where_the_gateway_should_be(make):
 
 def test_a_gateway_that_lets_too_much_through():
     """With an agent's key every route but its own is refused."""
-    answers = [access.Answer(call, call.status) for call in access.REFUSALS]
+    answers = [access.TrialResult(call, call.status) for call in access.REFUSALS]
     assert access.judge_keys(answers).level is Level.OK
     (at,) = [i for i, call in enumerate(access.REFUSALS) if (call.key, call.path) == ("agent", "/api/rollouts")]
     open_ = replace(answers[at], status=200)

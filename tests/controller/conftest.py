@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
 from leyden.controller.pressure import Load, Pressure
+from leyden.controller.reconcile import run_controller
 from leyden.run_file import absolute, parse
 
 CALM = Load(memory_free=0.5, memory_stall=0.0, cpu_wait=0.9, queue=2.0)

@@ -19,7 +19,7 @@ import pytest
 
 from leyden.client import control_key
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
+from leyden.controller.reconcile import run_controller
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway import app as gateway_app
 from leyden.gateway.ports import owner

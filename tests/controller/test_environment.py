@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller.backends.base import Events
+from leyden.controller.backends.interface import Events
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.backends.local_jobs import local_jobs
 from leyden.controller.environment import inherited, reaching

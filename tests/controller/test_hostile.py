@@ -14,7 +14,7 @@ import pytest
 
 from leyden.config import RunConfig
 from leyden.controller import workspace
-from leyden.controller.backends.leyden_launcher.files import FAILED
+from leyden.controller.backends.leyden_launcher.json_files import FAILED
 from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.jobs import TIMEOUT, Exit, as_ordered, read_exit

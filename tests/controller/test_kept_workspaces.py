@@ -4,7 +4,7 @@ import pytest
 
 from leyden.client import Rollout
 from leyden.controller.act import keeps
-from leyden.controller.plan import Attempt, Phase
+from leyden.controller.plan import AttemptStatus, Phase
 from leyden.types import FailureClass, RolloutState
 
 SOLVED = Rollout(
@@ -27,7 +27,7 @@ CANCELLED = replace(SOLVED, state=RolloutState.CANCELLED)
     ],
 )
 def test_whose_workspace_is_kept(policy: str, kept: list[Rollout | None]) -> None:
-    attempt = Attempt("r1", 1, Phase.GRADED)
+    attempt = AttemptStatus("r1", 1, Phase.GRADED)
     for rollout in (SOLVED, replace(SOLVED, reward=0.5), UNSOLVED, FAILED, CANCELLED, None, *kept):
         expected = rollout in kept or policy == "all"
         assert keeps(policy, rollout, attempt, 0.5) is expected, rollout

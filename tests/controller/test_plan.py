@@ -13,7 +13,7 @@ from leyden.controller.jobs import Exit, lost
 from leyden.controller.plan import (
     Action,
     Adopt,
-    Attempt,
+    AttemptStatus,
     Finish,
     Forget,
     Grade,
@@ -44,12 +44,12 @@ def rollout(rollout_id: str = "r", state: str = "running", attempt: int = 1, **f
     return Rollout.from_json(base | fields)
 
 
-def attempt(phase: Phase, rollout_id: str = "r", number: int = 1, **fields: Any) -> Attempt:
-    return Attempt(rollout_id, number, phase, **fields)
+def attempt(phase: Phase, rollout_id: str = "r", number: int = 1, **fields: Any) -> AttemptStatus:
+    return AttemptStatus(rollout_id, number, phase, **fields)
 
 
 def planned(
-    attempts: list[Attempt],
+    attempts: list[AttemptStatus],
     rollouts: list[Rollout],
     now: float = 60.0,
     limits: Limits = LIMITS,
@@ -248,7 +248,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.limits = limits
         self.rollouts = {f"r{i}": rollout(f"r{i}", "queued", 0, created=float(i)) for i in range(count)}
-        self.attempts: dict[str, Attempt] = {}
+        self.attempts: dict[str, AttemptStatus] = {}
         self.now = 0.0
         self.most = 0
         self.finished: list[str] = []
@@ -274,7 +274,7 @@ class Machine:
             self.finished.append(moved.rollout_id)
         self.rollouts[moved.rollout_id] = moved
 
-    def job_ends(self, found: Attempt) -> None:
+    def job_ends(self, found: AttemptStatus) -> None:
         ends = [OK, BAD, replace(OK, killed="orphaned"), replace(OK, error="no")]
         ended = replace(self.rng.choice(ends), ended=self.now)
         if found.killing:

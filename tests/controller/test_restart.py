@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller.backends import launcher
-from leyden.controller.backends.launcher import Launcher, LauncherSettings, socket_path
+from leyden.controller.backends import launcher_client
+from leyden.controller.backends.launcher_client import LauncherClient, LauncherSettings, socket_path
 from leyden.controller.backends.leyden_launcher import late
 from leyden.controller.jobs import Exit, Job
 from leyden.errors import LaunchError
@@ -34,7 +34,7 @@ Left = Callable[[], list[str]]
 PROGRAM = """
 import asyncio, logging, pathlib, sys
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
+from leyden.controller.reconcile import run_controller
 logging.basicConfig(level="INFO")
 config = RunConfig.model_validate_json(pathlib.Path(sys.argv[1]).read_text())
 asyncio.run(run_controller(config, sys.argv[2], sys.stdin.readline().strip(), "c", stop=asyncio.Event()))
@@ -190,7 +190,7 @@ class Runner:
         (folder / "state").mkdir(mode=0o700, parents=True, exist_ok=True)
         environment = dict(os.environ) | settings.pop("environment", {})
         known = {"python": sys.executable, "preload": (), "orphan_grace_s": 60.0} | settings
-        self.backend = Launcher(
+        self.backend = LauncherClient(
             LauncherSettings(folder / "state", folder / "launcher.log", environment=environment, **known), self.on_end
         )
 
@@ -423,7 +423,7 @@ async def test_nothing_that_a_preloaded_module_started_is_left(
     with pytest.raises(LaunchError, match="starts_and_fails cannot be imported: ValueError: no"):
         await Runner(tmp_path, preload=("starts_and_fails",), environment=environment).backend.open()
     assert gone() == []
-    monkeypatch.setattr(launcher, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(launcher_client, "START_LIMIT_S", 1.0)
     with pytest.raises(LaunchError, match="not ready after 1 s"):
         await Runner(tmp_path, preload=("starts_and_hangs",), environment=environment).backend.open()
     await wait_until(lambda: gone() == [])

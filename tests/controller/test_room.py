@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller import act, loop, workspace
+from leyden.controller import act, reconcile, workspace
 from tests.controller.conftest import controlling
 from tests.controller.live_gateway import LiveGateway
 
@@ -29,8 +29,8 @@ async def test_nothing_is_started_without_room(
         asked.set()
         return short[0]
 
-    monkeypatch.setattr(loop, "shortage", shortage)
-    monkeypatch.setattr(loop, "RESYNC_S", 0.2)
+    monkeypatch.setattr(reconcile, "shortage", shortage)
+    monkeypatch.setattr(reconcile, "RESYNC_S", 0.2)
     made = config()
     async with LiveGateway(max_attempts=1) as gateway:
         gateway.add("r1", None)

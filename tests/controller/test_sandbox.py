@@ -18,7 +18,7 @@ import pytest
 from leyden.client import Rollout
 from leyden.config import RunConfig
 from leyden.controller.backends import sandbox
-from leyden.controller.backends.launcher import Launcher
+from leyden.controller.backends.launcher_client import LauncherClient
 from leyden.controller.backends.local import sandbox_view
 from leyden.controller.backends.sandbox import View, inner_url, mounts, outermost, private, wrap
 from leyden.controller.jobs import Job
@@ -269,7 +269,7 @@ async def test_a_harness_that_is_told_to_end_has_its_grace(
     config: Config, gone: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM reaches the harness, not what holds its sandbox."""
-    monkeypatch.setattr(Launcher.kill, "__defaults__", (60.0,))
+    monkeypatch.setattr(LauncherClient.kill, "__defaults__", (60.0,))
     made = config("trap 'echo told; exit 0' TERM; echo on; sleep 300 & wait", harness=SANDBOX)
     log = attempt_dir(made) / "harness.log"
     async with LiveGateway() as gateway:

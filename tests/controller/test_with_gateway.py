@@ -12,7 +12,7 @@ import pytest
 
 from leyden.client import Rollout, control_key
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
+from leyden.controller.reconcile import run_controller
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FailureClass, RolloutState
 from tests.gateway.conftest import SECRET, Gateway, ScriptedEngine, make_config, serving

@@ -8,7 +8,7 @@ from leyden.algorithms.batch import GroupResult, RolloutResult, build_batch
 from leyden.config import AlgorithmConfig, EmbeddedConfig, ModelConfig, OptimizerConfig
 from leyden.errors import ConfigError, TrainingError
 from leyden.trainer.embedded.policy import EmbeddedPolicy, learning_rate, make_optimizer
-from leyden.trainer.embedded.requests import GenerateRequest
+from leyden.trainer.embedded.requests import SampleRequest
 from leyden.types import Sample
 
 from .conftest import VOCABULARY, tiny_model
@@ -180,7 +180,7 @@ def test_sampler_has_its_own_copy_until_publish(make):
     sampler = policy.make_sampler(version=3, lineage="a")
     sampler.start()
     try:
-        request = GenerateRequest([1, 2, 3], 8, temperature=TEMPERATURE, seed=1)
+        request = SampleRequest([1, 2, 3], 8, temperature=TEMPERATURE, seed=1)
         before = sampler.submit(request).result(60)
         policy.update(batch_of(tiny_model()), TEMPERATURE)
         assert sampler.submit(request).result(60) == before
@@ -209,7 +209,7 @@ def test_sampler_and_trainer_agree_on_the_logprobs(make):
             ids = np.random.default_rng(r).integers(0, VOCABULARY, 8).tolist()
             mask, logprobs = [False] * 8, [0.0] * 8
             for turn in range(3):
-                answer = sampler.submit(GenerateRequest(ids, 10, temperature=TEMPERATURE, seed=turn)).result(60)
+                answer = sampler.submit(SampleRequest(ids, 10, temperature=TEMPERATURE, seed=turn)).result(60)
                 ids = ids + answer.token_ids_T + [1, 2, 3]
                 mask += [True] * 10 + [False] * 3
                 logprobs += answer.logprobs_T + [0.0] * 3

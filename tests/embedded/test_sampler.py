@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 
 from leyden.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from leyden.trainer.embedded.architecture import check_supported
-from leyden.trainer.embedded.requests import GenerateRequest
+from leyden.trainer.embedded.requests import SampleRequest
 from leyden.trainer.embedded.sampler import Sampler
 from leyden.types import FinishReason
 
@@ -57,7 +57,7 @@ def test_logprobs_are_the_trainers(make, kind):
     model = tiny_model(kind)
     sampler = make(tiny_model(kind))
     requests = [
-        GenerateRequest(prompt(i, 3 + 7 * i), 5 + 3 * (i % 4), temperature=0.7 + 0.1 * i, seed=i) for i in range(10)
+        SampleRequest(prompt(i, 3 + 7 * i), 5 + 3 * (i % 4), temperature=0.7 + 0.1 * i, seed=i) for i in range(10)
     ]
     for request, answer in zip(requests, run(sampler, *requests), strict=True):
         assert len(answer.token_ids_T) == request.max_tokens
@@ -73,7 +73,7 @@ def test_turns_of_a_conversation_reuse_their_slot(make):
     sampler = make(tiny_model())
     conversations = [prompt(i, 20) for i in range(3)]
     for turn in range(3):
-        answers = run(sampler, *[GenerateRequest(c, 6, seed=turn) for c in conversations])
+        answers = run(sampler, *[SampleRequest(c, 6, seed=turn) for c in conversations])
         for conversation, answer in zip(conversations, answers, strict=True):
             expected = recomputed(model, conversation, answer.token_ids_T)
             np.testing.assert_allclose(answer.logprobs_T, expected, atol=1e-4)
@@ -87,7 +87,7 @@ def test_group_computes_its_prompt_once(make):
     model = tiny_model()
     sampler = make(tiny_model(), slots=8)
     shared = prompt(0, 100)
-    answers = run(sampler, *[GenerateRequest(shared, 8, seed=i) for i in range(8)])
+    answers = run(sampler, *[SampleRequest(shared, 8, seed=i) for i in range(8)])
     for answer in answers:
         np.testing.assert_allclose(answer.logprobs_T, recomputed(model, shared, answer.token_ids_T), atol=1e-4)
     assert len({tuple(a.token_ids_T) for a in answers}) > 1
@@ -96,17 +96,17 @@ def test_group_computes_its_prompt_once(make):
 
 def test_seed_decides_whatever_the_neighbours(make):
     sampler = make(slots=4)
-    alone = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=7))[0]
-    crowd = [GenerateRequest(prompt(i, 5 + i), 12, seed=i) for i in range(1, 7)]
-    again = run(sampler, *crowd, GenerateRequest(prompt(0, 9), 12, seed=7))[-1]
+    alone = run(sampler, SampleRequest(prompt(0, 9), 12, seed=7))[0]
+    crowd = [SampleRequest(prompt(i, 5 + i), 12, seed=i) for i in range(1, 7)]
+    again = run(sampler, *crowd, SampleRequest(prompt(0, 9), 12, seed=7))[-1]
     assert again.token_ids_T == alone.token_ids_T
-    other = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=8))[0]
+    other = run(sampler, SampleRequest(prompt(0, 9), 12, seed=8))[0]
     assert other.token_ids_T != alone.token_ids_T
 
 
 def test_sampling_without_seed_differs_but_runs_are_repeatable(make):
     def twice(sampler):
-        return [run(sampler, GenerateRequest(prompt(0, 9), 12))[0].token_ids_T for _ in range(2)]
+        return [run(sampler, SampleRequest(prompt(0, 9), 12))[0].token_ids_T for _ in range(2)]
 
     first = twice(make(seed=3))
     assert first[0] != first[1]
@@ -115,7 +115,7 @@ def test_sampling_without_seed_differs_but_runs_are_repeatable(make):
 
 def test_truncated_distribution_has_its_own_logprobs(make):
     model = tiny_model()
-    request = GenerateRequest(prompt(0, 9), 10, temperature=1.5, top_k=3, seed=1)
+    request = SampleRequest(prompt(0, 9), 10, temperature=1.5, top_k=3, seed=1)
     answer = run(make(tiny_model()), request)[0]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*request.prompt_ids, *answer.token_ids_T]])).logits[0] / 1.5
@@ -128,7 +128,7 @@ def test_truncated_distribution_has_its_own_logprobs(make):
 
 def test_greedy(make):
     model = tiny_model()
-    answer = run(make(tiny_model()), GenerateRequest(prompt(0, 9), 8, temperature=0.0))[0]
+    answer = run(make(tiny_model()), SampleRequest(prompt(0, 9), 8, temperature=0.0))[0]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt(0, 9) + answer.token_ids_T])).logits[0]
     assert answer.token_ids_T == logits[8:-1].argmax(-1).tolist()
@@ -137,10 +137,10 @@ def test_greedy(make):
 
 def test_stop_token_is_kept_and_ends(make):
     sampler = make()
-    free = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=7))[0]
+    free = run(sampler, SampleRequest(prompt(0, 9), 12, seed=7))[0]
     stop = free.token_ids_T[4]
     expected = free.token_ids_T[: free.token_ids_T.index(stop) + 1]
-    answer = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=7, stop_token_ids=[299, stop]))[0]
+    answer = run(sampler, SampleRequest(prompt(0, 9), 12, seed=7, stop_token_ids=[299, stop]))[0]
     assert answer.token_ids_T == expected
     assert answer.finish_reason == FinishReason.STOP
     assert answer.stop_string is None
@@ -148,9 +148,9 @@ def test_stop_token_is_kept_and_ends(make):
 
 def test_stop_string_is_found_across_tokens(make):
     sampler = make(decode=lambda ids: "".join(f"<{i}>" for i in ids))
-    free = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=7))[0].token_ids_T
+    free = run(sampler, SampleRequest(prompt(0, 9), 12, seed=7))[0].token_ids_T
     stop = f"{free[3]}><{free[4]}"
-    answer = run(sampler, GenerateRequest(prompt(0, 9), 12, seed=7, stop=["nothing", stop]))[0]
+    answer = run(sampler, SampleRequest(prompt(0, 9), 12, seed=7, stop=["nothing", stop]))[0]
     assert answer.token_ids_T == free[:5]
     assert answer.stop_string == stop
     assert answer.finish_reason == FinishReason.STOP
@@ -158,10 +158,10 @@ def test_stop_string_is_found_across_tokens(make):
 
 def test_context_limit(make):
     sampler = make(context_tokens=32)
-    answer = run(sampler, GenerateRequest(prompt(0, 28), 100))[0]
+    answer = run(sampler, SampleRequest(prompt(0, 28), 100))[0]
     assert len(answer.token_ids_T) == 4
     assert answer.finish_reason == FinishReason.LENGTH
-    answer = run(sampler, GenerateRequest(prompt(0, 31), 100))[0]
+    answer = run(sampler, SampleRequest(prompt(0, 31), 100))[0]
     assert len(answer.token_ids_T) == 1
 
 
@@ -211,7 +211,7 @@ def test_weight_update_in_the_middle(make):
             assert go_on.wait(TIMEOUT_S)
 
     sampler = make(slowed(live, wait))
-    requests = [GenerateRequest(prompt(i, 10 + 5 * i), 15, seed=i) for i in range(3)]
+    requests = [SampleRequest(prompt(i, 10 + 5 * i), 15, seed=i) for i in range(3)]
     futures = [sampler.submit(r) for r in requests]
     submitted.set()
     assert reached.wait(TIMEOUT_S)
@@ -229,7 +229,7 @@ def test_weight_update_in_the_middle(make):
         after = recomputed(new, request.prompt_ids, answer.token_ids_T)[n0:]
         np.testing.assert_allclose(answer.logprobs_T, before + after, atol=1e-4)
     # and a continued conversation does not find keys of version 0 either
-    follow = GenerateRequest([*requests[0].prompt_ids, *futures[0].result().token_ids_T, 5], 4)
+    follow = SampleRequest([*requests[0].prompt_ids, *futures[0].result().token_ids_T, 5], 4)
     answer = run(sampler, follow)[0]
     np.testing.assert_allclose(answer.logprobs_T, recomputed(new, follow.prompt_ids, answer.token_ids_T), atol=1e-4)
 
@@ -244,9 +244,9 @@ def test_failed_update_stops_sampling_until_one_succeeds(make):
         sampler.update_weights(fail, 1).result(TIMEOUT_S)
     assert sampler.version == 0
     with pytest.raises(EngineUnavailable, match="update to version 1 failed: no such weights"):
-        sampler.submit(GenerateRequest([1], 1))
+        sampler.submit(SampleRequest([1], 1))
     sampler.update_weights(lambda: None, 2).result(TIMEOUT_S)
-    assert run(sampler, GenerateRequest([1], 3))[0].spans == ((2, 3),)
+    assert run(sampler, SampleRequest([1], 3))[0].spans == ((2, 3),)
 
 
 def test_cancel_while_waiting_and_while_sampling(make):
@@ -258,9 +258,9 @@ def test_cancel_while_waiting_and_while_sampling(make):
             assert go_on.wait(TIMEOUT_S)
 
     sampler = make(slowed(tiny_model(), wait), slots=1)
-    first = sampler.submit(GenerateRequest(prompt(0, 5), 100))
-    waiting = sampler.submit(GenerateRequest(prompt(1, 5), 100))
-    last = sampler.submit(GenerateRequest(prompt(2, 5), 3))
+    first = sampler.submit(SampleRequest(prompt(0, 5), 100))
+    waiting = sampler.submit(SampleRequest(prompt(1, 5), 100))
+    last = sampler.submit(SampleRequest(prompt(2, 5), 3))
     assert reached.wait(TIMEOUT_S)
     assert first.cancel()
     assert waiting.cancel()
@@ -276,7 +276,7 @@ def test_first_come_first_served(make):
     gate = Gate(sampler)
     futures = []
     for i in range(5):
-        future = sampler.submit(GenerateRequest(prompt(i, 5), 3))
+        future = sampler.submit(SampleRequest(prompt(i, 5), 3))
         future.add_done_callback(lambda _, i=i: order.append(i))
         futures.append(future)
     gate.open()
@@ -288,13 +288,13 @@ def test_first_come_first_served(make):
 def test_new_request_does_not_wait_for_the_batch_to_drain(make):
     sampler = make(slots=2)
     gate = Gate(sampler)
-    long = sampler.submit(GenerateRequest(prompt(0, 5), 110))
-    short = sampler.submit(GenerateRequest(prompt(1, 5), 2))
+    long = sampler.submit(SampleRequest(prompt(0, 5), 110))
+    short = sampler.submit(SampleRequest(prompt(1, 5), 2))
     done = []
     long.add_done_callback(lambda _: done.append("long"))
     short.add_done_callback(lambda _: done.append("short"))
     third: list[Any] = []
-    short.add_done_callback(lambda _: third.append(sampler.submit(GenerateRequest(prompt(2, 5), 2))))
+    short.add_done_callback(lambda _: third.append(sampler.submit(SampleRequest(prompt(2, 5), 2))))
     gate.open()
     short.result(TIMEOUT_S)
     long.result(TIMEOUT_S)
@@ -310,12 +310,12 @@ def test_error_in_the_thread_fails_the_requests_and_the_sampler_goes_on(make):
 
     sampler = make(slowed(tiny_model(), wait))
     gate = Gate(sampler)
-    futures = [sampler.submit(GenerateRequest(prompt(i, 5), 20)) for i in range(6)]
+    futures = [sampler.submit(SampleRequest(prompt(i, 5), 20)) for i in range(6)]
     gate.open()
     for future in futures:
         with pytest.raises(EngineError, match="RuntimeError: out of memory"):
             future.result(TIMEOUT_S)
-    assert len(run(sampler, GenerateRequest(prompt(0, 5), 3))[0].token_ids_T) == 3
+    assert len(run(sampler, SampleRequest(prompt(0, 5), 3))[0].token_ids_T) == 3
 
 
 def test_broken_weights_are_an_error(make):
@@ -323,14 +323,14 @@ def test_broken_weights_are_an_error(make):
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(EngineError, match="log-prob nan"):
-        run(make(model), GenerateRequest([1, 2], 3))
+        run(make(model), SampleRequest([1, 2], 3))
 
 
 def test_close_fails_what_is_left(make):
     sampler = make()
     gate = Gate(sampler)
     assert gate.reached.wait(TIMEOUT_S)
-    future = sampler.submit(GenerateRequest([1, 2], 3))
+    future = sampler.submit(SampleRequest([1, 2], 3))
     closing = threading.Thread(target=sampler.close)
     closing.start()
     gate.open()
@@ -338,7 +338,7 @@ def test_close_fails_what_is_left(make):
     with pytest.raises(EngineUnavailable, match="closed"):
         future.result(TIMEOUT_S)
     with pytest.raises(EngineUnavailable, match="closed"):
-        sampler.submit(GenerateRequest([1, 2], 3))
+        sampler.submit(SampleRequest([1, 2], 3))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_close_fails_what_is_left(make):
     ],
 )
 def test_what_can_never_work_is_refused(make, change, message):
-    request = GenerateRequest(**({"prompt_ids": [1, 2], "max_tokens": 4} | change))
+    request = SampleRequest(**({"prompt_ids": [1, 2], "max_tokens": 4} | change))
     with pytest.raises(EngineRejected, match=message):
         make().submit(request)
 

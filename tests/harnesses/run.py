@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from leyden import run_file
 from leyden.client import ControlClient, Rollout, control_key
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
+from leyden.controller.reconcile import run_controller
 from leyden.gateway.app import build
 from leyden.gateway.render import ModelRenderer
 from leyden.trajectory.kinds import Kind, conversations, samples_without_side_calls

@@ -10,7 +10,7 @@ import threading
 
 from leyden.client import control_key, read_or_create_secret
 from leyden.config import RunConfig
-from leyden.controller.loop import run_controller
+from leyden.controller.reconcile import run_controller
 from leyden.errors import ConfigError, GatewayError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from leyden.client.control import ControlClient
 from leyden.controller import workspace
-from leyden.controller.backends.base import Backend
+from leyden.controller.backends.interface import Backend
 from leyden.controller.board import Board
 from leyden.controller.clock import Clock
 from leyden.controller.jobs import OVER_LIMIT, grader_job, harness_job
@@ -24,7 +24,7 @@ from leyden.controller.plan import (
     LIVE,
     Action,
     Adopt,
-    Attempt,
+    AttemptStatus,
     Finish,
     Forget,
     Grade,
@@ -108,7 +108,9 @@ class Actor:
             found = self.backend.find(rollout)
             attempt = replace(found, started=self.clock.own(found.started))
         except Exception as error:
-            attempt = Attempt(rollout.rollout_id, rollout.attempt, Phase.LOST, problem=f"cannot be adopted: {error}")
+            attempt = AttemptStatus(
+                rollout.rollout_id, rollout.attempt, Phase.LOST, problem=f"cannot be adopted: {error}"
+            )
         self.board.attempts[action.rollout_id] = attempt
         log.info("rollout %s attempt %d: adopted, %s", rollout.rollout_id, rollout.attempt, attempt.phase)
 
@@ -149,7 +151,7 @@ class Actor:
         await self.backend.start_harness(claim)
         self.board.placed(harness_job(rollout_id, rollout.attempt), self.clock.now())
 
-    async def _report(self, attempt: Attempt) -> None:
+    async def _report(self, attempt: AttemptStatus) -> None:
         assert attempt.exit is not None
         over_limit = attempt.exit.killed == OVER_LIMIT  # also if it ended by itself just before, with exit 0
         code = attempt.exit.exit_code if not over_limit else attempt.exit.exit_code or None
@@ -177,7 +179,7 @@ class Actor:
                 self.backend.where(attempt),
             )
 
-    async def _grade(self, attempt: Attempt, number: int) -> None:
+    async def _grade(self, attempt: AttemptStatus, number: int) -> None:
         if attempt.rollout_id not in self.board.grader_keys:
             await self._report(attempt)  # a restarted controller: the same answer again
         key = self.board.grader_keys.get(attempt.rollout_id)
@@ -187,25 +189,25 @@ class Actor:
         await self.backend.start_grader(self.board.rollouts[attempt.rollout_id], key, number)
         self.board.placed(grader_job(attempt.rollout_id, attempt.attempt, number), self.clock.now())
 
-    async def _finish(self, attempt: Attempt) -> None:
+    async def _finish(self, attempt: AttemptStatus) -> None:
         rollout = await self.client.finish(attempt.rollout_id, attempt.attempt)
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 
-    async def infrastructure(self, attempt: Attempt, reason: str, *, final: bool = False) -> None:
+    async def infrastructure(self, attempt: AttemptStatus, reason: str, *, final: bool = False) -> None:
         """Report that the attempt is void."""
         reason = f"{reason}; {self.backend.where(attempt)}{await self._last_words(attempt)}"
         rollout = await self.client.infrastructure(attempt.rollout_id, attempt.attempt, reason[:4000], final=final)
         self.board.absorb([rollout])
         self._log_end(rollout, attempt)
 
-    async def _last_words(self, attempt: Attempt) -> str:
+    async def _last_words(self, attempt: AttemptStatus) -> str:
         """The last line of the job that ended last, as the end of a reason; nothing if it printed none."""
         paths = attempt_paths(self.run_dir, attempt.rollout_id, attempt.attempt)
         said = await asyncio.to_thread(last_words, paths.grade_log if attempt.tries else paths.harness_log)
         return f"{LAST_WORDS}{said}" if said else ""
 
-    async def forget(self, attempt: Attempt) -> None:
+    async def forget(self, attempt: AttemptStatus) -> None:
         """Drop an attempt that is over, and what it wrote if the run file says so."""
         try:
             await self._clean_up(attempt, self.board.rollouts.get(attempt.rollout_id))
@@ -224,7 +226,7 @@ class Actor:
             except GatewayError as error:
                 settled = settled and error.status == 404
                 continue
-            attempt = Attempt(rollout_id, number, Phase.LOST)
+            attempt = AttemptStatus(rollout_id, number, Phase.LOST)
             running = any(job.startswith(f"{attempt.job_id}.") or job == attempt.job_id for job in self.backend.running)
             if running:
                 settled = False
@@ -232,7 +234,7 @@ class Actor:
                 await self._clean_up(attempt, rollout)
         return settled
 
-    async def _clean_up(self, attempt: Attempt, rollout: Rollout | None) -> None:
+    async def _clean_up(self, attempt: AttemptStatus, rollout: Rollout | None) -> None:
         """What cannot be deleted stays, and is said; the next controller tries once more."""
         try:
             await self.backend.forget(attempt, keep=keeps(self.keep, rollout, attempt, self.pass_threshold))
@@ -256,7 +258,7 @@ class Actor:
         log.warning("rollout %s: %s; trying again", rollout_id, error)
         await asyncio.sleep(RETRY_S)
 
-    def _log_end(self, rollout: Rollout, attempt: Attempt) -> None:
+    def _log_end(self, rollout: Rollout, attempt: AttemptStatus) -> None:
         """One line for every end of an attempt; what went wrong comes with the log's path and last words."""
         facts = f"rollout {attempt.rollout_id} attempt {attempt.attempt}: {rollout.state}"
         if rollout.reward is not None:
@@ -273,7 +275,7 @@ class Actor:
         log.log(level, "%s: %s", facts, reason if where in reason else f"{reason}; {where}")
 
 
-def keeps(policy: str, rollout: Rollout | None, attempt: Attempt, pass_threshold: float) -> bool:
+def keeps(policy: str, rollout: Rollout | None, attempt: AttemptStatus, pass_threshold: float) -> bool:
     """Whether an attempt's workspace stays. `failed` keeps it unless its rollout succeeded or was cancelled; `unsolved`
     keeps that of a rollout that succeeded, too, if its reward is no pass.
     """

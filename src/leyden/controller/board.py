@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from leyden.controller.jobs import Exit
-from leyden.controller.plan import Attempt, Observed, Phase
+from leyden.controller.plan import AttemptStatus, Observed, Phase
 from leyden.records import Rollout
 
 
@@ -16,7 +16,7 @@ class Board:
 
     def __init__(self) -> None:
         self.rollouts: dict[str, Rollout] = {}
-        self.attempts: dict[str, Attempt] = {}
+        self.attempts: dict[str, AttemptStatus] = {}
         self.grader_keys: dict[str, str] = {}
         self.gone: frozenset[str] = frozenset()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from leyden.controller.backends.leyden_launcher.files import FAILED, LOST, read_json
+from leyden.controller.backends.leyden_launcher.json_files import FAILED, LOST, read_json
 
 TIMEOUT = "timeout"
 CANCELLED = "cancelled"

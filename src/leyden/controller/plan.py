@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptStatus:
     """One attempt as this machine sees it. Times are Unix seconds.
 
     `started` is the start of the harness, later of the grader, or of the wait for a place to run while it is STARTING
@@ -72,7 +72,7 @@ class Attempt:
 class Observed:
     """What runs: attempts by rollout id, the ids of all jobs, and the controllers whose leases have ended."""
 
-    attempts: Mapping[str, Attempt]
+    attempts: Mapping[str, AttemptStatus]
     jobs: Iterable[str] = ()
     gone: frozenset[str] = frozenset()
 
@@ -190,7 +190,7 @@ def next_deadline(observed: Observed, desired: Mapping[str, Rollout], limits: Li
     return min((t for t in times if t is not None and t > now), default=None)
 
 
-def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float) -> list[Action]:
+def _next(attempt: AttemptStatus, rollout: Rollout | None, limits: Limits, now: float) -> list[Action]:
     if not is_current(attempt, rollout, limits.controller_id):
         return _abandon(attempt)
     assert rollout is not None
@@ -205,7 +205,7 @@ def _next(attempt: Attempt, rollout: Rollout | None, limits: Limits, now: float)
     return []
 
 
-def is_current(attempt: Attempt, rollout: Rollout | None, controller_id: str) -> bool:
+def is_current(attempt: AttemptStatus, rollout: Rollout | None, controller_id: str) -> bool:
     """Whether the gateway still counts on this attempt, and on this controller for it."""
     return (
         rollout is not None
@@ -215,14 +215,14 @@ def is_current(attempt: Attempt, rollout: Rollout | None, controller_id: str) ->
     )
 
 
-def _abandon(attempt: Attempt) -> list[Action]:
+def _abandon(attempt: AttemptStatus) -> list[Action]:
     """The gateway has no use for this attempt: end what runs, then clean up."""
     if attempt.phase in (Phase.STARTING, Phase.RUNNING, Phase.GRADING):
         return [] if attempt.killing else [Kill(attempt.job_id, CANCELLED, attempt.rollout_id)]
     return [Forget(attempt.rollout_id)]
 
 
-def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> list[Action]:
+def _watch(attempt: AttemptStatus, rollout: Rollout, limits: Limits, now: float) -> list[Action]:
     """At the deadline read once more how long Leyden held the harness; then kill it."""
     deadline = _deadline(attempt, rollout, limits)
     if attempt.killing or deadline is None or now < deadline:
@@ -235,7 +235,7 @@ def _watch(attempt: Attempt, rollout: Rollout, limits: Limits, now: float) -> li
     return [Kill(attempt.job_id, TIMEOUT, attempt.rollout_id)]
 
 
-def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> float | None:
+def _deadline(attempt: AttemptStatus, rollout: Rollout | None, limits: Limits) -> float | None:
     if attempt.phase is Phase.STARTING or attempt.waits:
         return attempt.started + limits.start_timeout_s
     if attempt.phase is Phase.RUNNING:
@@ -245,7 +245,7 @@ def _deadline(attempt: Attempt, rollout: Rollout | None, limits: Limits) -> floa
     return None
 
 
-def _after_harness(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
+def _after_harness(attempt: AttemptStatus, rollout: Rollout, limits: Limits) -> list[Action]:
     assert attempt.exit is not None
     if attempt.exit.error or attempt.exit.killed not in OWN_ENDS:
         return [Infrastructure(attempt.rollout_id, attempt.exit.describe(), attempt.exit.final)]
@@ -256,7 +256,7 @@ def _after_harness(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[A
     return [Grade(attempt.rollout_id, 1)]
 
 
-def _after_grader(attempt: Attempt, rollout: Rollout, limits: Limits) -> list[Action]:
+def _after_grader(attempt: AttemptStatus, rollout: Rollout, limits: Limits) -> list[Action]:
     """A reward that was accepted stands, whatever became of the grader afterwards."""
     assert attempt.grader_exit is not None
     if rollout.reward is not None or attempt.grader_exit.clean:

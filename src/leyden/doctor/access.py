@@ -26,7 +26,7 @@ NOBODY = "doctor"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Trial:
     """A request and the only status it may be answered with. `key` says in words which key it carries."""
 
     key: str
@@ -36,22 +36,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TrialResult:
     """`status` is None without an answer, `text` then says why: nobody answers, or a `stranger` does."""
 
-    call: Call
+    call: Trial
     status: int | None
     text: str = ""
     stranger: bool = False
 
 
-HEALTH = Call("no", "GET", "/health", 200)
-READS = Call("control", "GET", "/api/models", 200)
+HEALTH = Trial("no", "GET", "/health", 200)
+READS = Trial("control", "GET", "/api/models", 200)
 REFUSALS = (
-    *(Call(key, "GET", "/api/models", 401) for key in ("no", "forged", "expired")),
-    *(Call(key, "POST", "/v1/chat/completions", 401) for key in ("no", "forged", "expired")),
+    *(Trial(key, "GET", "/api/models", 401) for key in ("no", "forged", "expired")),
+    *(Trial(key, "POST", "/v1/chat/completions", 401) for key in ("no", "forged", "expired")),
     *(
-        Call(key, method, path, 403)
+        Trial(key, method, path, 403)
         for key, method, path in (
             ("agent", "GET", "/api/models"),
             ("agent", "GET", "/api/rollouts"),
@@ -70,14 +70,14 @@ REFUSALS = (
 
 
 def keys(secret: bytes, now: float) -> dict[str, str]:
-    """By their names in `Call.key`: one key of each scope, and some that are none."""
+    """By their names in `Trial.key`: one key of each scope, and some that are none."""
     scoped = {scope.value: mint(secret, Claims(scope, NOBODY, 1, now + KEY_S)) for scope in Scope}
     expired = mint(secret, Claims(Scope.CONTROL, "", 0, now - 1))
     forged = control_key(ANOTHER_SECRET, now=now)
     return {**scoped, "control": control_key(secret, now=now), "expired": expired, "forged": forged, "no": ""}
 
 
-async def ask(url: str, calls: Sequence[Call], secret: bytes) -> list[Answer]:
+async def ask(url: str, calls: Sequence[Trial], secret: bytes) -> list[TrialResult]:
     """The answers, one after the other, until there is none. No key is sent before the gateway has proved itself."""
     known = keys(secret, time.time())
     answers = []
@@ -92,17 +92,17 @@ async def ask(url: str, calls: Sequence[Call], secret: bytes) -> list[Answer]:
                     proven = True
                 async with http.request(call.method, url + call.path, headers=headers, data=data) as response:
                     body = await response.read()
-                    answers.append(Answer(call, response.status, error_text(body)))
+                    answers.append(TrialResult(call, response.status, error_text(body)))
             except UnprovenGateway as error:
-                answers.append(Answer(call, None, str(error), stranger=True))
+                answers.append(TrialResult(call, None, str(error), stranger=True))
                 break
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
-                answers.append(Answer(call, None, str(error) or type(error).__name__))
+                answers.append(TrialResult(call, None, str(error) or type(error).__name__))
                 break
     return answers
 
 
-def judge_gateway(url: str, answers: Sequence[Answer]) -> Finding:
+def judge_gateway(url: str, answers: Sequence[TrialResult]) -> Finding:
     """From the answers to HEALTH and READS at a gateway that the run file names."""
     for answer in answers:
         if answer.stranger:
@@ -120,7 +120,7 @@ def judge_gateway(url: str, answers: Sequence[Answer]) -> Finding:
     return ok("gateway", f"{url} answers and takes this run's control key")
 
 
-def judge_keys(answers: Sequence[Answer]) -> Finding:
+def judge_keys(answers: Sequence[TrialResult]) -> Finding:
     """From the answers to REFUSALS."""
     for answer in answers:
         call = answer.call

@@ -66,10 +66,10 @@ async def check_rights(namespace: str, allowed: Callable[[str, str, str], Awaita
 
 async def policies(api: KubernetesApi) -> list[Object] | None:
     """The namespace's NetworkPolicies; None if they may not be read."""
-    from leyden.controller.backends.kubernetes.api import ClusterForbidden, Kind
+    from leyden.controller.backends.kubernetes.api import ClusterForbidden, ResourceKind
 
     try:
-        found, _ = await api.list_all(Kind("/apis/networking.k8s.io/v1", "networkpolicies"))
+        found, _ = await api.list_all(ResourceKind("/apis/networking.k8s.io/v1", "networkpolicies"))
     except ClusterForbidden:
         return None
     return found

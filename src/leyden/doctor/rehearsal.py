@@ -22,8 +22,8 @@ from leyden.client.keys import control_key
 from leyden.config import EngineConfig, RunConfig
 from leyden.controller.last_words import last_lines
 from leyden.controller.launch import BASE_URL_VARIABLES
-from leyden.controller.loop import run_controller
 from leyden.controller.paths import attempt_paths
+from leyden.controller.reconcile import run_controller
 from leyden.doctor.access import error_text
 from leyden.doctor.address import GatewayAddress, free_port
 from leyden.doctor.findings import Finding, ok, problem, skipped, warning

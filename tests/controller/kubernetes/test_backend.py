@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from leyden.config import RunConfig
-from leyden.controller.backends.base import Events
+from leyden.controller.backends.interface import Events
 from leyden.controller.backends.kubernetes import backend as backends
 from leyden.controller.backends.kubernetes.backend import KubernetesBackend
 from leyden.controller.backends.kubernetes.manifest import Program, job_name

@@ -265,9 +265,9 @@ class Pod:
         assert self.naps < 2000
         self.show()
 
-    def watch(self, *, asked: float | None = None, patience_s: float = 60) -> keeper.Watch:
+    def watch(self, *, asked: float | None = None, patience_s: float = 60) -> keeper.HarnessWatch:
         asked_to_end = [] if asked is None else [time.monotonic() + asked]
-        return keeper.Watch(str(self.proc), str(self.volume), asked_to_end, patience_s)
+        return keeper.HarnessWatch(str(self.proc), str(self.volume), asked_to_end, patience_s)
 
 
 EMPTY = {1: 0, 7: 0}

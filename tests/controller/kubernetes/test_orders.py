@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leyden.controller.backends.kubernetes.api import JOBS, PODS, Kind
+from leyden.controller.backends.kubernetes.api import JOBS, PODS, ResourceKind
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.verdict import Ended, Patience, verdict
 from leyden.controller.backends.kubernetes.watch import DELETED, MODIFIED, Change
@@ -111,7 +111,7 @@ def truths(draw: st.DrawFn) -> list[State]:
     return [*whole[: at + 1], *taken(whole[at], second, draw(st.sampled_from(["deleted", "preempted", "job deleted"])))]
 
 
-def things(state: State) -> dict[Kind, Object | None]:
+def things(state: State) -> dict[ResourceKind, Object | None]:
     return {JOBS: state.job, PODS: state.pod}
 
 
@@ -121,18 +121,18 @@ class Told:
     def __init__(self, truth: list[State]) -> None:
         self.truth = [versioned(state, i + 1) for i, state in enumerate(truth)]
         self.ledger = Ledger()
-        self.known: dict[Kind, int] = {JOBS: 0, PODS: 0}
+        self.known: dict[ResourceKind, int] = {JOBS: 0, PODS: 0}
 
-    def watch(self, kind: Kind, upto: int) -> None:
+    def watch(self, kind: ResourceKind, upto: int) -> None:
         """Every state in between."""
         for at in range(self.known[kind] + 1, upto + 1):
             self._tell(kind, at - 1, at)
 
-    def relist(self, kind: Kind, upto: int) -> None:
+    def relist(self, kind: ResourceKind, upto: int) -> None:
         """The last one only."""
         self._tell(kind, self.known[kind], upto)
 
-    def _tell(self, kind: Kind, before: int, after: int) -> None:
+    def _tell(self, kind: ResourceKind, before: int, after: int) -> None:
         old, new = things(self.truth[before])[kind], things(self.truth[after])[kind]
         if new is not None:
             self.ledger.absorb(Change(kind, MODIFIED, new), NOW)
@@ -185,7 +185,7 @@ STEPS = st.lists(
 
 @given(truths(), STEPS)
 def test_whatever_is_told_when_the_end_is_the_one_that_was(
-    truth: list[State], steps: list[tuple[int, Kind, int, bool]]
+    truth: list[State], steps: list[tuple[int, ResourceKind, int, bool]]
 ) -> None:
     """Each step: so many states happen; the watch or list of a kind, so far behind, is told. Only where nothing of the
     pod is left to be read, its end may be void instead; it is never another one."""

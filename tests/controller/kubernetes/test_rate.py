@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from leyden.controller.backends.kubernetes.rate import CreationRate
-from leyden.controller.plan import Attempt, Limits, Observed, Phase, Start, plan
+from leyden.controller.plan import AttemptStatus, Limits, Observed, Phase, Start, plan
 from tests.controller.test_plan import rollout
 
 NOON = 1_790_000_000.0
@@ -49,7 +49,7 @@ async def test_a_thousand_rollouts_and_a_restart_midway(tmp_path: Path) -> None:
     while queued or jobs:
         while jobs and jobs[0][0] <= clock.time:
             jobs.popleft()
-        observed = Observed({name: Attempt(name, 1, Phase.RUNNING, until) for until, name in jobs})
+        observed = Observed({name: AttemptStatus(name, 1, Phase.RUNNING, until) for until, name in jobs})
         starts = [a.rollout_id for a in plan(observed, queued, limits, clock.time) if isinstance(a, Start)]
         for name in starts:
             await limiter.room()

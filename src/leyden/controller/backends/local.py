@@ -14,13 +14,13 @@ from pathlib import Path
 from leyden.config import GraderConfig, HarnessConfig, RunConfig
 from leyden.controller import workspace
 from leyden.controller.backends import sandbox
-from leyden.controller.backends.base import Events
-from leyden.controller.backends.launcher import Launcher, LauncherSettings
+from leyden.controller.backends.interface import Events
+from leyden.controller.backends.launcher_client import LauncherClient, LauncherSettings
 from leyden.controller.backends.local_jobs import local_jobs
 from leyden.controller.jobs import Job, grader_job, harness_job, read_exit
 from leyden.controller.launch import RunFacts
 from leyden.controller.paths import AttemptPaths, attempt_paths
-from leyden.controller.plan import Attempt, Phase
+from leyden.controller.plan import AttemptStatus, Phase
 from leyden.errors import ConfigError
 from leyden.records import Claim, Rollout
 from leyden.types import RolloutState
@@ -49,7 +49,7 @@ class LocalBackend:
             environment=self._jobs.preload_environment(),
             limits=config.harness.limits.model_dump(exclude_none=True),
         )
-        self._launcher = Launcher(settings, events.ended)
+        self._launcher = LauncherClient(settings, events.ended)
 
     @property
     def running(self) -> dict[str, float]:
@@ -90,7 +90,7 @@ class LocalBackend:
     def kill(self, job_id: str, reason: str) -> None:
         self._launcher.kill(job_id, reason)
 
-    def find(self, rollout: Rollout) -> Attempt:
+    def find(self, rollout: Rollout) -> AttemptStatus:
         """From the jobs that run and the files that an attempt left.
 
         Without a job that runs or an exit.json it is lost, for instance because the controller was killed between
@@ -100,11 +100,11 @@ class LocalBackend:
         paths, running = self._paths(rollout_id, number), self.running
         job = harness_job(rollout_id, number)
         if job in running:
-            return Attempt(rollout_id, number, Phase.RUNNING, started=running[job])
+            return AttemptStatus(rollout_id, number, Phase.RUNNING, started=running[job])
         exit_ = read_exit(paths.root)
         if exit_ is None:
-            return Attempt(rollout_id, number, Phase.LOST)
-        attempt = Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
+            return AttemptStatus(rollout_id, number, Phase.LOST)
+        attempt = AttemptStatus(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
         if rollout.state is not RolloutState.GRADING:
             return attempt
         tries = workspace.grade_tries(paths) + 1
@@ -116,7 +116,7 @@ class LocalBackend:
             return replace(attempt, phase=Phase.GRADED, tries=tries, grader_exit=graded)
         return attempt
 
-    async def forget(self, attempt: Attempt, *, keep: bool) -> None:
+    async def forget(self, attempt: AttemptStatus, *, keep: bool) -> None:
         paths = self._paths(attempt.rollout_id, attempt.attempt)
         if paths.root.parent.is_symlink():
             return  # nothing below is the attempt's
@@ -124,7 +124,7 @@ class LocalBackend:
         for folder in [*private, *([] if keep else [paths.workspace])]:
             await asyncio.to_thread(workspace.remove, folder)
 
-    def where(self, attempt: Attempt) -> str:
+    def where(self, attempt: AttemptStatus) -> str:
         paths = self._paths(attempt.rollout_id, attempt.attempt)
         return f"log: {paths.grade_log if attempt.tries else paths.harness_log}"
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import leyden
 from leyden.config import HarnessConfig
-from leyden.controller.backends.launcher import PROGRAM
+from leyden.controller.backends.launcher_client import PROGRAM
 from leyden.controller.jobs import Job
 from leyden.errors import ConfigError
 

@@ -39,7 +39,7 @@ class Connections:
     def __init__(self, idle_s: float, key: str | None = None) -> None:
         self._idle_s = idle_s
         self._authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
-        self._idle: dict[str, deque[_Connection]] = {}
+        self._idle: dict[str, deque[_EngineConnection]] = {}
         self._origins: dict[str, _Origin] = {}
 
     async def request(
@@ -72,7 +72,7 @@ class Connections:
                 connection.close()
         self._idle.clear()
 
-    def _take(self, url: str) -> _Connection | None:
+    def _take(self, url: str) -> _EngineConnection | None:
         """The connection that was used last, if the engine may still hold it."""
         idle = self._idle.get(url)
         while idle:
@@ -82,7 +82,7 @@ class Connections:
             connection.close()
         return None
 
-    def _keep(self, url: str, connection: _Connection) -> None:
+    def _keep(self, url: str, connection: _EngineConnection) -> None:
         """For the next call. What has been idle for too long goes."""
         now = time.monotonic()
         idle = self._idle.setdefault(url, deque())
@@ -111,14 +111,14 @@ class _Origin(NamedTuple):
             f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 
-    async def connect(self) -> _Connection:
+    async def connect(self) -> _EngineConnection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(_Connection, self.host, self.port, ssl=self.tls)
+            _, connection = await loop.create_connection(_EngineConnection, self.host, self.port, ssl=self.tls)
         return connection
 
 
-class _Connection(asyncio.Protocol):
+class _EngineConnection(asyncio.Protocol):
     """Methods `on_*` are what httptools calls. A body ends by its length, by its last chunk, or, where it has neither,
     with the connection.
     """

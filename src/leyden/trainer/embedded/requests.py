@@ -17,7 +17,7 @@ from leyden.types import FinishReason, Generation, VersionSpan
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class SampleRequest:
     """One request of the engine contract. `top_k` 0 is off, `temperature` 0 greedy; `seed` None takes the next one."""
 
     prompt_ids: Sequence[int]
@@ -34,7 +34,7 @@ class GenerateRequest:
 class Active:
     """A request on its way. `marks` are (version, number of tokens sampled before it)."""
 
-    request: GenerateRequest
+    request: SampleRequest
     prompt: list[int]
     rng: random.Random
     stop_ids: frozenset[int]
@@ -63,7 +63,7 @@ class Active:
         return None
 
 
-def check(r: GenerateRequest, *, context_tokens: int, vocabulary: int, has_text: bool) -> None:
+def check(r: SampleRequest, *, context_tokens: int, vocabulary: int, has_text: bool) -> None:
     """Raises EngineRejected naming the value and the limit."""
     if not r.prompt_ids:
         raise EngineRejected("prompt_ids is empty; at least one token is needed")

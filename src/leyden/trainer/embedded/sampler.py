@@ -30,7 +30,7 @@ from leyden.errors import EngineError, EngineUnavailable
 from leyden.trainer.embedded.architecture import check_supported
 from leyden.trainer.embedded.draw import sample
 from leyden.trainer.embedded.kv import SlotCache, last_logits
-from leyden.trainer.embedded.requests import Active, GenerateRequest, check
+from leyden.trainer.embedded.requests import Active, SampleRequest, check
 from leyden.trainer.embedded.slots import SlotTable, prefill_batches
 from leyden.trainer.embedded.stopping import Decode, StopStrings
 from leyden.types import Generation
@@ -126,7 +126,7 @@ class Sampler:
         else:
             self._thread.join()
 
-    def submit(self, request: GenerateRequest) -> Future[Generation]:
+    def submit(self, request: SampleRequest) -> Future[Generation]:
         """Queue a request (first come, first served). Cancelling the future cancels it at the next token.
 
         Raises EngineRejected for what can never work, EngineUnavailable when closed or without valid weights.

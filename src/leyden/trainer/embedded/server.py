@@ -18,12 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from leyden.errors import EngineError, EngineRejected, EngineUnavailable
-from leyden.trainer.embedded.requests import GenerateRequest
+from leyden.trainer.embedded.requests import SampleRequest
 from leyden.trainer.embedded.sampler import Sampler
 from leyden.types import Generation, Json
 
 CLIENT_CLOSED_REQUEST = 499
-_REQUEST = TypeAdapter(GenerateRequest)
+_REQUEST = TypeAdapter(SampleRequest)
 
 
 def build_app(sampler: Sampler) -> Starlette:
@@ -58,7 +58,7 @@ def build_app(sampler: Sampler) -> Starlette:
     )
 
 
-def parse(body: bytes) -> GenerateRequest:
+def parse(body: bytes) -> SampleRequest:
     """Body of /generate -> request. Raises EngineRejected naming the field and what was found."""
     try:
         return _REQUEST.validate_json(body)

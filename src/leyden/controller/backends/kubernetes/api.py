@@ -74,17 +74,17 @@ class VersionGone(ClusterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ResourceKind:
     """A kind of object: where the API has it."""
 
     prefix: str
     plural: str
 
 
-JOBS = Kind("/apis/batch/v1", "jobs")
-PODS = Kind("/api/v1", "pods")
-SECRETS = Kind("/api/v1", "secrets")
-EVENTS = Kind("/api/v1", "events")
+JOBS = ResourceKind("/apis/batch/v1", "jobs")
+PODS = ResourceKind("/api/v1", "pods")
+SECRETS = ResourceKind("/api/v1", "secrets")
+EVENTS = ResourceKind("/api/v1", "events")
 
 
 class KubernetesApi:
@@ -116,7 +116,7 @@ class KubernetesApi:
     async def close(self) -> None:
         await self._client.close()
 
-    async def create(self, kind: Kind, thing: Object) -> Object:
+    async def create(self, kind: ResourceKind, thing: Object) -> Object:
         made: Object = await self._json("POST", self._path(kind), body=thing)
         return made
 
@@ -154,11 +154,11 @@ class KubernetesApi:
         with contextlib.suppress(ObjectMissing):
             await self._json("DELETE", self._path(SECRETS, name))
 
-    async def get(self, kind: Kind, name: str) -> Object:
+    async def get(self, kind: ResourceKind, name: str) -> Object:
         found: Object = await self._json("GET", self._path(kind, name))
         return found
 
-    async def patch(self, kind: Kind, name: str, change: Object) -> Object:
+    async def patch(self, kind: ResourceKind, name: str, change: Object) -> Object:
         """A JSON merge patch."""
         content = "application/merge-patch+json"
         changed: Object = await self._json("PATCH", self._path(kind, name), body=change, content=content)
@@ -186,7 +186,7 @@ class KubernetesApi:
         with contextlib.suppress(ObjectMissing, ObjectExists):
             await self._json("DELETE", self._path(JOBS, name), body=body)
 
-    async def list_all(self, kind: Kind, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
+    async def list_all(self, kind: ResourceKind, *, labels: str = "", fields: str = "") -> tuple[list[Object], str]:
         """All objects that match, page by page, and the resource version to watch from."""
         items: list[Object] = []
         query = _query(labelSelector=labels, fieldSelector=fields, limit=PAGE)
@@ -202,7 +202,14 @@ class KubernetesApi:
                 return items, version
 
     async def watch(
-        self, kind: Kind, version: str, *, labels: str = "", fields: str = "", timeout_s: int = 60, slack_s: float = 10
+        self,
+        kind: ResourceKind,
+        version: str,
+        *,
+        labels: str = "",
+        fields: str = "",
+        timeout_s: int = 60,
+        slack_s: float = 10,
     ) -> AsyncIterator[tuple[str, Object]]:
         """Events after `version`, as (type, object), bookmarks included, until the server ends the stream.
 
@@ -266,7 +273,7 @@ class KubernetesApi:
         answer = await self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
         return bool(answer["status"]["allowed"])
 
-    def _path(self, kind: Kind, name: str = "") -> str:
+    def _path(self, kind: ResourceKind, name: str = "") -> str:
         return f"{kind.prefix}/namespaces/{self.namespace}/{kind.plural}" + (f"/{name}" if name else "")
 
     async def _json(

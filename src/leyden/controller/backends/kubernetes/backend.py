@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller.backends.base import Events
+from leyden.controller.backends.interface import Events
 from leyden.controller.backends.kubernetes.api import (
     EVENTS,
     JOBS,
@@ -55,7 +55,7 @@ from leyden.controller.backends.kubernetes.verdict import (
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
 from leyden.controller.jobs import CANCELLED, OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.controller.paths import attempt_paths
-from leyden.controller.plan import Attempt, Phase
+from leyden.controller.plan import AttemptStatus, Phase
 from leyden.errors import LaunchError
 from leyden.records import Claim, Rollout
 from leyden.types import RolloutState
@@ -170,18 +170,18 @@ class KubernetesBackend:
         await self._keep_log(job_id)
         await self._api.kill_job(name, reason, asked)
 
-    def find(self, rollout: Rollout) -> Attempt:
+    def find(self, rollout: Rollout) -> AttemptStatus:
         rollout_id, number = rollout.rollout_id, rollout.attempt
         harness = harness_job(rollout_id, number)
         if rollout.state is not RolloutState.GRADING:
             if rollout.reward is not None and not self._exists(harness):
-                return Attempt(rollout_id, number, Phase.EXITED, exit=_told_exit(rollout))
+                return AttemptStatus(rollout_id, number, Phase.EXITED, exit=_told_exit(rollout))
             return _as_attempt(rollout, self._adopt(harness), self._created_at(harness))
         seen = self._judged(harness) if self._exists(harness) else None
         ended = seen if isinstance(seen, Ended) and seen.exit.error is None else Ended(_told_exit(rollout))
         exit_ = ended.exit
         self._mine[harness] = ended
-        attempt = Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
+        attempt = AttemptStatus(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
         tries = [
             n for n in range(1, self._config.grader.max_tries + 1) if self._exists(grader_job(rollout_id, number, n))
         ]
@@ -195,7 +195,7 @@ class KubernetesBackend:
         waits = not isinstance(graded, Running)
         return replace(attempt, phase=Phase.GRADING, tries=tries[-1], started=started, waits=waits)
 
-    async def forget(self, attempt: Attempt, *, keep: bool) -> None:
+    async def forget(self, attempt: AttemptStatus, *, keep: bool) -> None:
         rollout_id, number = attempt.rollout_id, attempt.attempt
         tries = range(1, max(attempt.tries, self._config.grader.max_tries) + 1)
         for job_id in (harness_job(rollout_id, number), *(grader_job(rollout_id, number, n) for n in tries)):
@@ -212,7 +212,7 @@ class KubernetesBackend:
             except OSError as error:
                 log.warning("what %s left is not removed: %s", harness_job(rollout_id, number), error)
 
-    def where(self, attempt: Attempt) -> str:
+    def where(self, attempt: AttemptStatus) -> str:
         paths = attempt_paths(self._config.run_dir, attempt.rollout_id, attempt.attempt)
         job = self._ledger.job(attempt.job_id)
         name = f", Job {job['metadata']['name']} in namespace {self._pods.namespace}" if job else ""
@@ -471,17 +471,17 @@ class KubernetesBackend:
         task.add_done_callback(self._tasks.discard)
 
 
-def _as_attempt(rollout: Rollout, seen: Verdict, created: float) -> Attempt:
+def _as_attempt(rollout: Rollout, seen: Verdict, created: float) -> AttemptStatus:
     rollout_id, number = rollout.rollout_id, rollout.attempt
     match seen:
         case Ended(exit_):
-            return Attempt(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
+            return AttemptStatus(rollout_id, number, Phase.EXITED, started=exit_.started, exit=exit_)
         case Running(started):
-            return Attempt(rollout_id, number, Phase.RUNNING, started=started)
+            return AttemptStatus(rollout_id, number, Phase.RUNNING, started=started)
         case Saving(exit_):
-            return Attempt(rollout_id, number, Phase.RUNNING, started=exit_.started)
+            return AttemptStatus(rollout_id, number, Phase.RUNNING, started=exit_.started)
         case Pending(why):
-            return Attempt(rollout_id, number, Phase.STARTING, started=created or time.time(), problem=why)
+            return AttemptStatus(rollout_id, number, Phase.STARTING, started=created or time.time(), problem=why)
 
 
 def _disappeared() -> Ended:

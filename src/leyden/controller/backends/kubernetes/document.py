@@ -55,7 +55,7 @@ def render_document(template: str, known: Mapping[str, Any]) -> Object:
     except UndefinedError as error:
         raise LaunchError(f"kubernetes.template: {error.message}; known are {', '.join(sorted(known))}") from None
     try:
-        tree = yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        tree = yaml.load(text, _KubectlLoader)  # noqa: S506  (a SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise LaunchError(f"kubernetes.template is not YAML: {readable(str(error))}") from None
     document = _Filled(mark, values).fill(tree, ())
@@ -75,7 +75,7 @@ class _Structure:
     value: Any
 
 
-class _Loader(yaml.SafeLoader):
+class _KubectlLoader(yaml.SafeLoader):
     """What JSON can hold, each refusal with its line. No aliases, which can grow without bound, and no key twice."""
 
     yaml_constructors = {  # noqa: RUF012
@@ -113,10 +113,10 @@ class _Loader(yaml.SafeLoader):
         return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
 
 
-_Loader.add_implicit_resolver(
+_KubectlLoader.add_implicit_resolver(
     f"{_TAG}int", re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)\Z"), list("-+0123456789")
 )
-_Loader.add_implicit_resolver(
+_KubectlLoader.add_implicit_resolver(
     f"{_TAG}float",
     re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?\Z"),
     list("-+.0123456789"),

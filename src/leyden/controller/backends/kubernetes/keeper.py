@@ -303,7 +303,7 @@ def keep(workspace: str, archive: str, most_bytes: int) -> None:
     save_s = float(os.environ.get("LEYDEN_SAVE_S", "30"))
     if os.getpid() == 1:
         raise KeeperError("the pod needs shareProcessNamespace: true")
-    if not Watch("/proc", VOLUME, asked_to_end, save_s).until_gone():
+    if not HarnessWatch("/proc", VOLUME, asked_to_end, save_s).until_gone():
         raise KeeperError("the pod was ended before the harness started")
     print(GONE, flush=True)
     try:
@@ -335,7 +335,7 @@ def ready(folder: str, proc: str, sleep: Callable[[float], None] = time.sleep) -
         file.write(str(last_pid(proc)))
 
 
-class Watch:
+class HarnessWatch:
     """Sees the harness come and go. `proc` is /proc, `volume` the volume's folder; `asked_to_end` gets the time of a
     SIGTERM, after which the harness has `patience_s`."""
 

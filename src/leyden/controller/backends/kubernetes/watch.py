@@ -29,8 +29,8 @@ from typing import Any, Literal
 from leyden.controller.backends.kubernetes.api import (
     ClusterError,
     ClusterForbidden,
-    Kind,
     KubernetesApi,
+    ResourceKind,
     VersionGone,
 )
 from leyden.controller.backends.kubernetes.objects import Object
@@ -46,7 +46,7 @@ LISTED: Literal["LISTED"] = "LISTED"
 class Change:
     """What happened to an object. LISTED has none: all of the kind that exists has been reported."""
 
-    kind: Kind
+    kind: ResourceKind
     event: Literal["ADDED", "MODIFIED", "DELETED", "LISTED"]
     object: Object | None = None
 
@@ -68,7 +68,7 @@ class Timing:
 class Selection:
     """One kind of object, by labels and fields."""
 
-    kind: Kind
+    kind: ResourceKind
     labels: str = ""
     fields: str = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-from .files import write_out
+from .json_files import write_out
 
 READ_BYTES = 1 << 16
 LOG_TAIL_BYTES = 1 << 16

@@ -80,7 +80,7 @@ def _folder(point: str, root: str, path: str) -> str:
     return point.rstrip("/") + below.rstrip("/")
 
 
-class Group:
+class Cgroup:
     """One job's group: its folder in each hierarchy, each with its version and the settings of its limits."""
 
     def __init__(self, parents: Found, name: str, limits: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Cgroups:
             return f"harness.limits: {error.filename or 'cgroup'}: {error.strerror}. {HELP}"
         return None
 
-    def try_one(self, group: Group) -> None:
+    def try_one(self, group: Cgroup) -> None:
         """Make a group and put a process into it. Raises OSError."""
         try:
             group.make()
@@ -211,8 +211,8 @@ class Cgroups:
     def run_folders(self) -> list[str]:
         return sorted({path for _, path in self.parents.values()})
 
-    def group(self, job: str, limits: dict[str, Any]) -> Group:
-        return Group(self.parents, job, limits)
+    def group(self, job: str, limits: dict[str, Any]) -> Cgroup:
+        return Cgroup(self.parents, job, limits)
 
     def close(self) -> None:
         """Remove the run's own group; it is empty when no job runs."""

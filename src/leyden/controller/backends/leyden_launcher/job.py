@@ -13,8 +13,8 @@ import types
 from typing import Any, Dict, NoReturn  # noqa: UP035  (evaluated, and Python 3.9 must do it)
 
 from . import late
-from .cgroups import Group
-from .files import write_json
+from .cgroups import Cgroup
+from .json_files import write_json
 from .processes import SIGNALS
 from .sandboxed import CHANNEL, FINAL, MOST_NAME_CHARS, NEVER
 
@@ -31,7 +31,7 @@ class Become(BaseException):
         self.job = job
 
 
-def start_job(job: Job, group: Group, log_fd: int, error_fd: int) -> NoReturn:
+def start_job(job: Job, group: Cgroup, log_fd: int, error_fd: int) -> NoReturn:
     """Session, limits, output, folder; then exec, or Become to run in this interpreter. A failure goes to `error_fd`,
     which a sandboxed program finds as its descriptor CHANNEL.
     """

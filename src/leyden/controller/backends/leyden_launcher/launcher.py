@@ -38,9 +38,9 @@ from typing import Any, NoReturn
 
 from . import removal
 from .cgroups import Cgroups, remove
-from .controllers import Controllers
-from .files import FAILED, LOST, log, publish, read_json
+from .control_socket import ControlSocket
 from .job import Become, Job
+from .json_files import FAILED, LOST, log, publish, read_json
 from .preload import Preload, freeze
 from .processes import (
     SIGNALS,
@@ -76,7 +76,7 @@ class Launcher:
         self.groups = Cgroups(self.state)
         self.preload = Preload(spec["preload"], self.state)
         self.poll = selectors.PollSelector()
-        self.controllers = Controllers(self.poll, spec["socket"], self.handle)
+        self.controllers = ControlSocket(self.poll, spec["socket"], self.handle)
 
     # Opening
 

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from .files import log, read_json, write_json
 from .huge_pages import use_huge_pages
 from .job import Job
+from .json_files import log, read_json, write_json
 from .late import take_in
 from .processes import fork, threads
 

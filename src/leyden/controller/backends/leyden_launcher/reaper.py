@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from . import cgroups
 from .capped_log import READ_BYTES, CappedLog
 from .disk import DiskWatch
-from .files import log, publish, read_json, write_json, write_new
 from .forward import forward
 from .job import Job, start_job
+from .json_files import log, publish, read_json, write_json, write_new
 from .processes import SIGNALS, children, descendants, drain, kill_all, kill_tree, start_ticks, subreaper, wake_pipe
 from .sandboxed import DIED, FINAL
 

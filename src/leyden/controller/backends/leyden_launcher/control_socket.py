@@ -14,7 +14,7 @@ from typing import Any
 from .capped_log import READ_BYTES
 
 
-class Controllers:
+class ControlSocket:
     """`handle(message)` is called for each message, after a hello has made its sender the current controller."""
 
     def __init__(self, poll: selectors.PollSelector, path: str, handle: Callable[[dict[str, Any]], None]) -> None:

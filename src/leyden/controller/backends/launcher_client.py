@@ -50,7 +50,7 @@ class LauncherSettings:
     orphan_grace_s: float = 60.0
 
 
-class Launcher:
+class LauncherClient:
     """Jobs on this machine. `on_end(job_id, exit)` is called once for every job that ended."""
 
     def __init__(self, settings: LauncherSettings, on_end: Callable[[str, Exit], None]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from leyden.client.control import ControlClient
 from leyden.config import RunConfig
 from leyden.controller.act import Actor
-from leyden.controller.backends.base import Backend, Events
+from leyden.controller.backends.interface import Backend, Events
 from leyden.controller.backends.local import LocalBackend
 from leyden.controller.board import Board
 from leyden.controller.clock import Clock
@@ -33,7 +33,7 @@ from leyden.controller.jobs import Exit
 from leyden.controller.plan import (
     Action,
     Adopt,
-    Attempt,
+    AttemptStatus,
     Kill,
     Limits,
     Phase,
@@ -234,7 +234,7 @@ class Controller:
             case Kill():
                 self._actor.kill(action)
             case Start(rollout_id) | TakeOver(rollout_id):
-                self._board.attempts[rollout_id] = Attempt(
+                self._board.attempts[rollout_id] = AttemptStatus(
                     rollout_id, 0, Phase.STARTING, self._actor.clock.now(), busy=True
                 )
                 self._spawn(action)
@@ -262,7 +262,7 @@ class Controller:
         except TimeoutError:
             log.warning("the gateway did not take back all attempts; the next controller will report them")
 
-    async def _give_back(self, attempt: Attempt) -> None:
+    async def _give_back(self, attempt: AttemptStatus) -> None:
         rollout = self._board.rollouts.get(attempt.rollout_id)
         try:
             if is_current(attempt, rollout, self._limits.controller_id):

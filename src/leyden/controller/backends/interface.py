@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from leyden.controller.jobs import Exit
-from leyden.controller.plan import Attempt
+from leyden.controller.plan import AttemptStatus
 from leyden.records import Claim, Rollout
 
 
@@ -45,13 +45,13 @@ class Backend(Protocol):
     def kill(self, job_id: str, reason: str) -> None:
         """End a job; its exit will say `killed: reason`."""
 
-    def find(self, rollout: Rollout) -> Attempt:
+    def find(self, rollout: Rollout) -> AttemptStatus:
         """How an attempt that another controller started stands here."""
 
-    async def forget(self, attempt: Attempt, *, keep: bool) -> None:
+    async def forget(self, attempt: AttemptStatus, *, keep: bool) -> None:
         """Clean up after an attempt that is over; `keep` leaves what the harness wrote."""
 
-    def where(self, attempt: Attempt) -> str:
+    def where(self, attempt: AttemptStatus) -> str:
         """Where to look for what an attempt printed."""
 
     async def stop(self) -> None:

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 from leyden.controller.backends.kubernetes.api import JOBS, PODS, KubernetesApi
-from leyden.controller.backends.kubernetes.verdict import Patience, Seen, verdict
+from leyden.controller.backends.kubernetes.states import Patience, Seen
+from leyden.controller.backends.kubernetes.verdict import verdict
 from leyden.controller.backends.kubernetes.watch import Change, Selection, Timing, changes
 
 SELECTIONS = [Selection(JOBS), Selection(PODS)]

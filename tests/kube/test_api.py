@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from leyden.controller.backends.kubernetes.api import (
-    EVENTS,
-    JOBS,
-    PODS,
-    SECRETS,
+from leyden.controller.backends.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import (
     ClusterError,
-    KubernetesApi,
     ObjectBeingDeleted,
     ObjectExists,
     ObjectMissing,
@@ -26,7 +22,7 @@ from leyden.controller.backends.kubernetes.api import (
     VersionGone,
 )
 from leyden.controller.backends.kubernetes.manifest import Manifest
-from leyden.controller.backends.kubernetes.verdict import Ended, Running
+from leyden.controller.backends.kubernetes.states import Ended, Running
 from leyden.controller.backends.kubernetes.watch import Timing
 from leyden.controller.jobs import Exit
 from tests.kube.cluster import Cluster

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 from leyden.controller.backends.kubernetes import keeper
-from leyden.controller.backends.kubernetes.api import JOBS, PODS, SECRETS, KubernetesApi, ObjectMissing
+from leyden.controller.backends.kubernetes.api import JOBS, PODS, SECRETS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import ObjectMissing
 from leyden.controller.backends.kubernetes.manifest import TEMPLATE, Manifest, Pods, Program, manifest
-from leyden.controller.backends.kubernetes.verdict import Ended, Running, lingers, note_of
+from leyden.controller.backends.kubernetes.states import Ended, Running, note_of
+from leyden.controller.backends.kubernetes.verdict import lingers
 from tests.kube.cluster import Cluster
 from tests.kube.observer import Observer
 

@@ -40,7 +40,7 @@ async def connect(config: RunConfig) -> KubernetesApi:
 
 
 async def check_server(api: KubernetesApi) -> Finding:
-    from leyden.controller.backends.kubernetes.api import ClusterError, ClusterForbidden
+    from leyden.controller.backends.kubernetes.cluster_errors import ClusterError, ClusterForbidden
 
     try:
         return ok("cluster", f"Kubernetes {await api.version()}, namespace {api.namespace}")
@@ -66,7 +66,8 @@ async def check_rights(namespace: str, allowed: Callable[[str, str, str], Awaita
 
 async def policies(api: KubernetesApi) -> list[Object] | None:
     """The namespace's NetworkPolicies; None if they may not be read."""
-    from leyden.controller.backends.kubernetes.api import ClusterForbidden, ResourceKind
+    from leyden.controller.backends.kubernetes.api import ResourceKind
+    from leyden.controller.backends.kubernetes.cluster_errors import ClusterForbidden
 
     try:
         found, _ = await api.list_all(ResourceKind("/apis/networking.k8s.io/v1", "networkpolicies"))

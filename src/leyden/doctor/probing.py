@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from leyden.config import RunConfig
-from leyden.controller.backends.kubernetes.api import EVENTS, PODS, ClusterError, KubernetesApi
+from leyden.controller.backends.kubernetes.api import EVENTS, PODS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import ClusterError
 from leyden.controller.backends.kubernetes.manifest import Manifest, Program, manifest
 from leyden.controller.backends.kubernetes.objects import Object
 from leyden.controller.backends.kubernetes.programs import Programs, pods

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from leyden.controller.backends.kubernetes.api import (
-    JOBS,
-    PODS,
+from leyden.controller.backends.kubernetes.api import JOBS, PODS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import (
     ClusterError,
     ClusterForbidden,
     ClusterUnavailable,
-    KubernetesApi,
     ObjectBeingDeleted,
     ObjectExists,
     ObjectMissing,

@@ -10,7 +10,8 @@ from leyden.controller.backends.kubernetes.api import JOBS, PODS
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
 from leyden.controller.backends.kubernetes.objects import unix_time
-from leyden.controller.backends.kubernetes.verdict import KILLED, Ended, Patience, Running, verdict
+from leyden.controller.backends.kubernetes.states import Ended, Patience, Running
+from leyden.controller.backends.kubernetes.verdict import KILLED, verdict
 from leyden.controller.backends.kubernetes.watch import ADDED, DELETED, MODIFIED, Change
 
 PATIENCE = Patience(queue_s=600, image_s=60, save_s=60)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from leyden.controller.backends.kubernetes.api import JOBS, PODS, ResourceKind
 from leyden.controller.backends.kubernetes.ledger import Ledger
-from leyden.controller.backends.kubernetes.verdict import Ended, Patience, verdict
+from leyden.controller.backends.kubernetes.states import Ended, Patience
+from leyden.controller.backends.kubernetes.verdict import verdict
 from leyden.controller.backends.kubernetes.watch import DELETED, MODIFIED, Change
 
 Object = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leyden.controller.backends.kubernetes.verdict import (
+from leyden.controller.backends.kubernetes.states import (
     Ended,
     Patience,
     Pending,
@@ -20,10 +20,9 @@ from leyden.controller.backends.kubernetes.verdict import (
     Saving,
     Seen,
     Verdict,
-    lingers,
     note_of,
-    verdict,
 )
+from leyden.controller.backends.kubernetes.verdict import lingers, verdict
 from leyden.controller.jobs import Exit
 
 SHAPES = Path(__file__).parent / "shapes"

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from leyden.controller.backends.kubernetes import watch as watch_module
-from leyden.controller.backends.kubernetes.api import JOBS, PODS, ClusterForbidden, KubernetesApi
+from leyden.controller.backends.kubernetes.api import JOBS, PODS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import ClusterForbidden
 from leyden.controller.backends.kubernetes.watch import Selection, Timing, changes
 from tests.controller.kubernetes.conftest import FakeApiServer, items, refusal, reply, stream, thing
 

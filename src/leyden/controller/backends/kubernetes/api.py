@@ -1,13 +1,4 @@
-"""The few calls of the Kubernetes API that Leyden makes, with objects as plain JSON and typed errors.
-
-    ClusterError               the API server refused; `status` and the server's own message
-    ├── ClusterUnavailable       no answer, 429, 5xx: worth another try, and the call may have been carried out
-    ├── QuotaExceeded            403 of a ResourceQuota: worth another try later
-    ├── ClusterForbidden         401, 403, a certificate that is not trusted: rights are missing
-    ├── ObjectExists             409 on creation
-    │   └── ObjectBeingDeleted     the one of that name is on its way out
-    ├── ObjectMissing            404
-    └── VersionGone              410: the resource version is too old to watch from
+"""The few calls of the Kubernetes API that Leyden makes, with objects as plain JSON.
 
 kubernetes_asyncio reads kubeconfigs, gets tokens (also by exec plugins and in a pod) and signs requests. Its
 generated models are not used: they know fewer fields than the server sends, and cost as much time as the call.
@@ -27,50 +18,25 @@ import orjson
 from kubernetes_asyncio import client as kubernetes
 from kubernetes_asyncio import config as kubernetes_config
 
+from leyden.controller.backends.kubernetes.cluster_errors import (
+    ClusterError,
+    ClusterForbidden,
+    ClusterUnavailable,
+    ObjectBeingDeleted,
+    ObjectExists,
+    ObjectMissing,
+    QuotaExceeded,
+    VersionGone,
+)
 from leyden.controller.backends.kubernetes.manifest import Manifest
 from leyden.controller.backends.kubernetes.objects import Object
-from leyden.controller.backends.kubernetes.verdict import ENDED, KILLED
-from leyden.errors import ConfigError, LeydenError
+from leyden.controller.backends.kubernetes.states import ENDED
+from leyden.controller.backends.kubernetes.verdict import KILLED
+from leyden.errors import ConfigError
 
 REQUEST_S = 30.0
 PAGE = 500
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
-
-class ClusterError(LeydenError):
-    """The Kubernetes API refused. `status` is the HTTP status, None without an answer."""
-
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ClusterUnavailable(ClusterError):
-    pass
-
-
-class QuotaExceeded(ClusterError):
-    pass
-
-
-class ClusterForbidden(ClusterError):
-    pass
-
-
-class ObjectExists(ClusterError):
-    pass
-
-
-class ObjectBeingDeleted(ObjectExists):
-    pass
-
-
-class ObjectMissing(ClusterError):
-    pass
-
-
-class VersionGone(ClusterError):
-    pass
 
 
 @dataclass(frozen=True, slots=True)

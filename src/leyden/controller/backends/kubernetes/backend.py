@@ -21,37 +21,24 @@ from typing import Any
 
 from leyden.config import RunConfig
 from leyden.controller.backends.interface import Events
-from leyden.controller.backends.kubernetes.api import (
-    EVENTS,
-    JOBS,
-    PODS,
-    SECRETS,
+from leyden.controller.backends.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, KubernetesApi
+from leyden.controller.backends.kubernetes.cluster_errors import (
     ClusterError,
     ClusterUnavailable,
-    KubernetesApi,
     ObjectBeingDeleted,
     ObjectExists,
     ObjectMissing,
     QuotaExceeded,
 )
+from leyden.controller.backends.kubernetes.keeper_end import keeper_hangs
 from leyden.controller.backends.kubernetes.ledger import Ledger
 from leyden.controller.backends.kubernetes.manifest import Pods, Program, is_ours, job_name, label, manifest
 from leyden.controller.backends.kubernetes.objects import Object, unix_time
-from leyden.controller.backends.kubernetes.programs import Programs, pods, redacted
+from leyden.controller.backends.kubernetes.pod_logs import PodLogs
+from leyden.controller.backends.kubernetes.programs import Programs, pods
 from leyden.controller.backends.kubernetes.rate import MINUTE_S, CreationRate
-from leyden.controller.backends.kubernetes.verdict import (
-    KEEPER,
-    Ended,
-    Patience,
-    Pending,
-    Running,
-    Saving,
-    Verdict,
-    keeper_hangs,
-    lingers,
-    note_of,
-    verdict,
-)
+from leyden.controller.backends.kubernetes.states import Ended, Patience, Pending, Running, Saving, Verdict, note_of
+from leyden.controller.backends.kubernetes.verdict import lingers, verdict
 from leyden.controller.backends.kubernetes.watch import LISTED, Selection, changes
 from leyden.controller.jobs import CANCELLED, OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit, grader_job, harness_job
 from leyden.controller.paths import attempt_paths
@@ -66,8 +53,6 @@ LOOK_S = 1.0
 STRANGE_S = 300.0
 CLOCK_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-MOST_LOG_BYTES = 2**20
-NO_LOG = "unable to retrieve container logs"  # a kubelet says so with status 200
 
 
 class KubernetesBackend:
@@ -90,6 +75,7 @@ class KubernetesBackend:
         self._reader: asyncio.Task[None] | None = None
         self._api: KubernetesApi
         self._pods: Pods
+        self._logs: PodLogs
 
     @property
     def running(self) -> set[str]:
@@ -105,6 +91,7 @@ class KubernetesBackend:
         settings = self._config.kubernetes
         self._api = await KubernetesApi.connect(settings.namespace, settings.kubeconfig, settings.context)
         self._pods = pods(self._config, self._api.namespace)
+        self._logs = PodLogs(self._api, self._config.run_dir, settings.log_lines)
         self._reader = asyncio.create_task(self._read())
         listed = asyncio.create_task(self._listed.wait())
         await asyncio.wait({self._reader, listed}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +154,7 @@ class KubernetesBackend:
 
     async def _kill(self, job_id: str, name: str, reason: str, asked: float) -> None:
         """What a pod printed goes with it, so it is read before."""
-        await self._keep_log(job_id)
+        await self._logs.keep(job_id, self._ledger.pod(job_id))
         await self._api.kill_job(name, reason, asked)
 
     def find(self, rollout: Rollout) -> AttemptStatus:
@@ -291,7 +278,10 @@ class KubernetesBackend:
             jobs, _ = await self._api.list_all(JOBS, labels=labels)
             found, _ = await self._api.list_all(PODS, labels=labels)
             self._ledger.read(job_id, jobs, found, time.time())
-            await self._hear_keeper(job_id)
+            pod = self._ledger.pod(job_id)
+            said = await self._logs.of_keeper(job_id, pod) if pod is not None and keeper_hangs(pod) else None
+            if said is not None:
+                self._ledger.hear(job_id, said)
         except ClusterUnavailable:
             raise
         except ClusterError as error:
@@ -305,19 +295,6 @@ class KubernetesBackend:
             return
         self._mine[job_id] = now
         await self._conclude(job_id, now)
-
-    async def _hear_keeper(self, job_id: str) -> None:
-        """Read what a keeper that hangs has printed: one that its harness stopped has not said that it is gone."""
-        pod = self._ledger.pod(job_id)
-        if pod is None or not keeper_hangs(pod):
-            return
-        try:
-            said = await self._api.log(pod["metadata"]["name"], KEEPER, tail_lines=100, limit_bytes=MOST_LOG_BYTES)
-        except ClusterError as error:
-            log.warning("%s: what its keeper printed could not be read: %s", job_id, error)
-            return
-        if not said.startswith(NO_LOG):
-            self._ledger.hear(job_id, said)
 
     def _by_own_clock(self, job_id: str, started: float) -> float:
         """When a program started. Its node says when; but not before its pod was seen to wait, and not in the future:
@@ -334,7 +311,7 @@ class KubernetesBackend:
 
     async def _conclude(self, job_id: str, ended: Ended) -> None:
         """Keep the log, tell the end, end what else runs in the pod."""
-        await self._keep_log(job_id)
+        await self._logs.keep(job_id, self._ledger.pod(job_id))
         told = self._exit_of(job_id, ended)
         self._end(job_id, told.exit, saved=ended.saved)
         job, pod = self._ledger.job(job_id), self._ledger.pod(job_id)
@@ -358,31 +335,6 @@ class KubernetesBackend:
     def _end(self, job_id: str, exit_: Exit, *, saved: bool = False) -> None:
         self._mine[job_id] = Ended(exit_, saved)
         self._events.ended(job_id, exit_)
-
-    async def _keep_log(self, job_id: str) -> None:
-        """The last lines that the harness or grader printed, without keys, beside what else is kept of the attempt. A
-        log that cannot be kept is no reason to tell no end."""
-        pod = self._ledger.pod(job_id)
-        attempt, _, grader = job_id.partition(".grade")
-        rollout_id, _, number = attempt.rpartition(".")
-        paths = attempt_paths(self._config.run_dir, rollout_id, int(number))
-        target = paths.grade_log if grader else paths.harness_log
-        container = "grader" if grader else "harness"
-        printed, read = "the pod was gone before its log was read\n", False
-        if pod is not None:
-            try:
-                lines = self._config.kubernetes.log_lines
-                name = pod["metadata"]["name"]
-                printed = await self._api.log(name, container, tail_lines=lines, limit_bytes=MOST_LOG_BYTES)
-                read = not printed.startswith(NO_LOG)
-            except ClusterError as error:
-                printed = f"the log could not be read: {error}\n"
-        try:
-            if read or not target.exists():
-                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                target.write_text(redacted(printed), encoding="utf-8", errors="replace")
-        except OSError as error:
-            log.warning("the log of %s is not kept: %s", job_id, error)
 
     async def _create(self, program: Program) -> None:
         """Make the Job, or find that it is there. What may pass is waited for; raises LaunchError for the rest."""
@@ -435,7 +387,7 @@ class KubernetesBackend:
             now = self._in_doubt(job_id)
         elif isinstance(now, Ended):
             now = self._exit_of(job_id, now)
-            self._spawn(lambda: self._keep_log(job_id))
+            self._spawn(lambda: self._logs.keep(job_id, self._ledger.pod(job_id)))
         self._mine[job_id] = now
         return now
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from leyden.controller.backends.kubernetes.api import EVENTS, JOBS, PODS
 from leyden.controller.backends.kubernetes.manifest import JOB_ID
 from leyden.controller.backends.kubernetes.objects import Object, unix_time
-from leyden.controller.backends.kubernetes.verdict import Seen
+from leyden.controller.backends.kubernetes.states import Seen
 from leyden.controller.backends.kubernetes.watch import DELETED, MODIFIED, Change
 
 MOST_WARNED = 5000

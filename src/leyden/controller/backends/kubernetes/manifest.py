@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from leyden.controller.backends.kubernetes.document import render_document, unexpanded
 from leyden.controller.backends.kubernetes.keeper import STARTED, STARTED_AT
+from leyden.controller.backends.kubernetes.keeper_end import KEEPER
 from leyden.controller.backends.kubernetes.objects import Object
-from leyden.controller.backends.kubernetes.verdict import KEEPER
 from leyden.controller.environment import reaching
 from leyden.errors import LaunchError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from leyden.types import Json
 
 KEEPER = Path(__file__).with_name("keeper.py")
 MOST_LOG_BYTES = 256 * 2**10
-_KEY = re.compile(r"lk-[agwc]-[A-Za-z0-9_-]{20,}")
 _TASK, _EXIT, _LOG = "task.json", "exit.json", "harness.log"
 _PLACE = Place(Path(WORKSPACE), *(Path(FILES, name) for name in (_TASK, _LOG, _EXIT)))
 _FUNCTION_RUNNER = ("python3", "-m", "leyden.controller.grade")
@@ -134,11 +132,6 @@ def packed_workspace(config: RunConfig, rollout: Rollout) -> bytes:
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             archive.add(paths.workspace, arcname=".")
         return packed.getvalue()
-
-
-def redacted(log: str) -> str:
-    """A log without any key of Leyden's."""
-    return _KEY.sub("lk-[redacted]", log)
 
 
 def _json(value: Any) -> bytes:

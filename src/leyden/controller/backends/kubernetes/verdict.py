@@ -21,12 +21,19 @@ Objects are the API's JSON. Times are Unix seconds.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from math import inf
 
-from leyden.controller.backends.kubernetes.keeper import GONE, TOO_LARGE
+from leyden.controller.backends.kubernetes.keeper_end import (
+    KEEPER,
+    MAIN,
+    disruption,
+    is_saved,
+    keeper_end,
+    keeper_failure,
+    shortened,
+    unsaved_by_the_agent,
+)
 from leyden.controller.backends.kubernetes.objects import (
     Object,
     age_of,
@@ -43,16 +50,20 @@ from leyden.controller.backends.kubernetes.objects import (
     unix_time,
     warnings_about,
 )
+from leyden.controller.backends.kubernetes.states import (
+    Ended,
+    Patience,
+    Pending,
+    Running,
+    Saving,
+    Seen,
+    Verdict,
+    noted_end,
+)
 from leyden.controller.jobs import OVER_LIMIT, OWN_ENDS, TIMEOUT, Exit
 
-MAIN = frozenset({"harness", "grader"})
-KEEPER = "keep"
 # On the Job: why and when Leyden ended it, `timeout 1790000000.25`.
 KILLED = "leyden/killed"
-# On the Job: how the harness ended, where its pod was ended afterwards because other containers ran on.
-ENDED = "leyden/ended"
-LONGEST_MESSAGE = 1000
-_STOPPED = "the workspace was not saved: what saves it was stopped"
 
 _NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable"})
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull"})
@@ -66,82 +77,9 @@ _OWN_STORAGE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of one Job. `pods` are in their last known state; `gone` holds the uids of those deleted since.
-
-    `job` is None once it is deleted, and while it is only `expected`: a pod may be seen before its Job. `changed` is
-    when one of the objects last changed. `killed` is why and when this controller ended it, which the Job may not say
-    yet while its pod is on its way out already. `said` is what a keeper that hangs has printed.
-    """
-
-    job: Object | None
-    pods: Sequence[Object] = ()
-    events: Sequence[Object] = ()
-    gone: frozenset[str] = frozenset()
-    changed: float = 0.0
-    expected: bool = False
-    killed: tuple[str, float] | None = None
-    said: str | None = None
-
-    @property
-    def deleting(self) -> bool:
-        """Whether the Job is deleted or on its way out."""
-        return not self.expected and being_deleted(self.job)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long things may take: `queue_s` to the start of the harness in all, `image_s` from the first refusal of its
-    image or container, `save_s` for the keeper after the harness's end, `node_s` for a node to come back, `settle_s`
-    for what Kubernetes has promised (a condition, the end of a deleted pod)."""
-
-    queue_s: float
-    image_s: float
-    save_s: float
-    node_s: float = 300.0
-    settle_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """The harness does not run yet. `why` is for people."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    started: float
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """The harness has ended; the keeper still saves the workspace."""
-
-    exit: Exit
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """`saved`: the keeper has saved the workspace. `certain`: the containers' own ends say so, and nothing that may
-    have been missed can say otherwise."""
-
-    exit: Exit
-    saved: bool = False
-    certain: bool = field(default=False, compare=False)
-
-    @property
-    def note(self) -> str | None:
-        return self.exit.note
-
-
-Verdict = Pending | Running | Saving | Ended
-
-
 def verdict(seen: Seen, patience: Patience, now: float) -> Verdict:
     """How the Job stands at `now`. Asked again later, it may answer otherwise although no object changed."""
-    noted = _noted(seen.job)
+    noted = noted_end(seen.job)
     if noted is not None:
         return noted
     pod = min(seen.pods, key=age_of, default=None)
@@ -173,14 +111,14 @@ def _after_harness(
     elif reason:
         exit_ = _taken_away(pod, reason, started, ended)
     overdue = now >= ended + patience.save_s
-    unsaved = _unsaved_by_the_agent(pod, seen.said if overdue else None)
+    unsaved = unsaved_by_the_agent(pod, seen.said if overdue else None)
     if exit_.error is None and exit_.killed in OWN_ENDS and unsaved:
         exit_ = replace(exit_, killed=OVER_LIMIT, note=unsaved)
-    saved = _saved(pod) and not (reason is None and unix_time(_keeper(pod).get("finishedAt")) < started)
+    saved = is_saved(pod) and not (reason is None and unix_time(keeper_end(pod).get("finishedAt")) < started)
     over = uid_of(pod) in seen.gone or pod["status"].get("phase") in ("Succeeded", "Failed")
-    kept = _keeper(pod)
+    kept = keeper_end(pod)
     if kept or over or not container_of(pod, {KEEPER}):
-        why = None if saved or exit_.error else _keeper_failed(pod) or _disruption(pod)
+        why = None if saved or exit_.error else keeper_failure(pod) or disruption(pod)
         certain = exit_.error is None and (bool(kept) or not container_of(pod, {KEEPER}))
         return Ended(replace(exit_, note=exit_.note or why), saved, certain)
     if not overdue:
@@ -194,29 +132,12 @@ def lingers(pod: Object) -> bool:
     return "deletionTimestamp" not in pod["metadata"] and any("running" in c.get("state", {}) for c in others)
 
 
-def note_of(ended: Ended) -> str:
-    """An end as text, for the Job's annotation."""
-    return json.dumps({"exit": asdict(ended.exit), "saved": ended.saved})
-
-
-def _noted(job: Object | None) -> Ended | None:
-    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(ENDED)
-    if not text:
-        return None
-    try:
-        noted = json.loads(text)
-        exit_, saved = Exit.from_json(noted["exit"]), bool(noted["saved"])
-    except (ValueError, TypeError, KeyError):
-        return None
-    return Ended(exit_, saved, certain=True) if exit_ is not None else None
-
-
 def _own_end(pod: Object, done: Object, started: float, ended: float) -> Exit:
     """The harness container's end as its own doing."""
     code, reason = done["exitCode"], done.get("reason")
     if reason in _NOT_STARTED:
         error = f"the harness could not be started: {done.get('message', reason)}"
-        return Exit(None, None, started, ended, error=_short(error))
+        return Exit(None, None, started, ended, error=shortened(error))
     if reason == "OOMKilled":
         who = f"OOMKilled({code})" if code else "a child of the harness was OOMKilled"
         return Exit(code, None, started, ended, note=f"{who}: the container's memory limit is {_memory_limit(pod)}")
@@ -232,9 +153,9 @@ def _cause(seen: Seen, pod: Object, kill: tuple[str, float] | None, ended: float
     asked = deletion_asked(pod)
     if kill is not None:
         return kill[0] if ended >= float(int(kill[1])) else None
-    disruption = _disruption(pod)
-    if disruption is not None:
-        return disruption if ended >= _disrupted_at(seen, pod) else None
+    disrupted = disruption(pod)
+    if disrupted is not None:
+        return disrupted if ended >= _disrupted_at(seen, pod) else None
     if asked is None or ended < asked:
         return None
     if _deadline_passed(seen.job, asked):
@@ -248,8 +169,8 @@ def _end_of_pod(seen: Seen, pod: Object, patience: Patience, kill: tuple[str, fl
     if gone and kill:
         return kill[0]
     failed = pod["status"].get("phase") == "Failed"
-    if failed or (gone and _disruption(pod)):
-        return _disruption(pod) or _failed_pod(pod)
+    if failed or (gone and disruption(pod)):
+        return disruption(pod) or _failed_pod(pod)
     asked = deletion_asked(pod)
     if _deadline_passed(seen.job, asked or now):
         return TIMEOUT if gone else None
@@ -270,7 +191,7 @@ def _cut_off(pod: Object, reason: str, kill: tuple[str, float] | None, started: 
         return Ended(Exit(None, None, started, now, killed=TIMEOUT))
     if reason == TIMEOUT:
         reason = f"DeadlineExceeded before the harness started: {_waits(pod)}"
-    return Ended(_taken_away(pod, _short(reason), started or now, now))
+    return Ended(_taken_away(pod, shortened(reason), started or now, now))
 
 
 def _taken_away(pod: Object, reason: str, started: float, ended: float) -> Exit:
@@ -294,7 +215,7 @@ def _not_started(seen: Seen, pod: Object, patience: Patience, now: float) -> Pen
     news = [e for e in warnings if e.get("message", "").removeprefix("Error: ") not in why + " ErrImagePull"]
     if news:
         why += f" ({news[-1].get('reason')}: {news[-1].get('message')})"
-    return _overdue(_short(why), refused, limit_s, now)
+    return _overdue(shortened(why), refused, limit_s, now)
 
 
 def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None, now: float) -> Verdict:
@@ -313,20 +234,20 @@ def _without_pod(seen: Seen, patience: Patience, kill: tuple[str, float] | None,
         return Ended(Exit(0, None, started, ended, note=note))
     if failed:
         words = f"{failed.get('reason')}: {failed.get('message', '')}".rstrip(": ")
-        return Ended(Exit(None, None, started, now, error=_short(f"{words}; the pod was gone before it was read")))
+        return Ended(Exit(None, None, started, now, error=shortened(f"{words}; the pod was gone before it was read")))
     if being_deleted(job):
         return Ended(Exit(None, None, started, now, error="the Job was deleted before it had a pod"))
     if status.get("failed") or status.get("succeeded") or condition_of(job, "SuccessCriteriaMet"):
         return _overdue("the pod is gone and the Job has no condition yet", seen.changed, patience.settle_s, now)
     warnings = warnings_about(seen.events, job)
     why = f"{warnings[-1]['reason']}: {warnings[-1].get('message')}" if warnings else "the Job has no pod yet"
-    return _overdue(_short(why), created, patience.queue_s, now)
+    return _overdue(shortened(why), created, patience.queue_s, now)
 
 
 def _overdue(why: str, since: float, limit_s: float, now: float) -> Pending | Ended:
     if now - since < limit_s:
         return Pending(why)
-    return Ended(Exit(None, None, now, now, error=_short(f"not started after {now - since:.0f} s: {why}")))
+    return Ended(Exit(None, None, now, now, error=shortened(f"not started after {now - since:.0f} s: {why}")))
 
 
 def _failed_pod(pod: Object) -> str:
@@ -344,17 +265,6 @@ def _failed_pod(pod: Object) -> str:
     return "the pod failed before the harness started"
 
 
-def _disruption(pod: Object) -> str | None:
-    """What the cluster did to the pod, in its own words: `Evicted: The node was low on resource`."""
-    status = pod["status"]
-    if status.get("reason"):
-        return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    condition = condition_of(pod, "DisruptionTarget")
-    if condition:
-        return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
-    return None
-
-
 def _disrupted_at(seen: Seen, pod: Object) -> float:
     """When a disruption of the pod began. 0 where nobody says: what ended then may have ended for it."""
     condition = condition_of(pod, "DisruptionTarget")
@@ -362,37 +272,6 @@ def _disrupted_at(seen: Seen, pod: Object) -> float:
         return unix_time(condition.get("lastTransitionTime"))
     told = [event_time(e) for e in seen.events if e.get("reason") == pod["status"].get("reason") and is_about(e, pod)]
     return min(told, default=0.0)
-
-
-def keeper_hangs(pod: Object) -> bool:
-    """Whether the keeper still runs although the harness has ended."""
-    return "running" in container_of(pod, {KEEPER}).get("state", {}) and bool(
-        container_of(pod, MAIN).get("state", {}).get("terminated")
-    )
-
-
-def _unsaved_by_the_agent(pod: Object, said: str | None) -> str | None:
-    """Why the workspace was not saved, where that is the agent's doing: it left too much, or it killed or stopped the
-    keeper, which ends by itself when asked to, and which a node kills only once the pod's time to end is over. `said`
-    is what a keeper has printed that should have ended by now."""
-    if said is not None and GONE not in said and keeper_hangs(pod) and not _disruption(pod):
-        return _STOPPED
-    done = _keeper(pod)
-    code = done.get("exitCode")
-    if code == TOO_LARGE:
-        return _keeper_failed(pod)
-    killed = done.get("signal") or done.get("reason") == "OOMKilled" or (code or 0) > 128
-    if not killed or done.get("reason") == "ContainerStatusUnknown" or _disruption(pod):
-        return None
-    if unix_time(done.get("finishedAt")) >= deletion_due(pod) - 1:
-        return _STOPPED if GONE not in (done.get("message") or "") and _had_its_time(pod) else None
-    return f"the workspace was not saved: what saves it was killed ({done.get('reason')}, exit {code})"
-
-
-def _had_its_time(pod: Object) -> bool:
-    """Whether a deleted pod had the whole time to end that it was made with; who deletes it may give less."""
-    given = pod["metadata"].get("deletionGracePeriodSeconds") or 0
-    return bool(given >= pod["spec"].get("terminationGracePeriodSeconds", 30))
 
 
 def _deleted(seen: Seen, pod: Object) -> str:
@@ -427,26 +306,6 @@ def _waits(pod: Object) -> str:
     return "the pod was not seen by a node yet"
 
 
-def _keeper(pod: Object) -> Object:
-    """How the keeper ended; empty while it has not."""
-    done: Object = container_of(pod, {KEEPER}).get("state", {}).get("terminated", {})
-    return done
-
-
-def _saved(pod: Object) -> bool:
-    return bool(_keeper(pod).get("exitCode") == 0)
-
-
-def _keeper_failed(pod: Object) -> str | None:
-    done = _keeper(pod)
-    if done.get("exitCode") == 0:
-        return "the workspace was saved before the harness started"
-    if not done:
-        return None
-    message = done.get("message", "").strip().splitlines()
-    return _short(f"the workspace was not saved: {message[-1] if message else done.get('reason')}")
-
-
 def _kill(job: Object | None) -> tuple[str, float] | None:
     text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(KILLED)
     if not text:
@@ -476,7 +335,3 @@ def _memory_limit(pod: Object) -> str:
         if container["name"] in MAIN:
             return str(container.get("resources", {}).get("limits", {}).get("memory", "the node's"))
     return "the node's"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 3] + "..."

@@ -26,13 +26,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from leyden.controller.backends.kubernetes.api import (
-    ClusterError,
-    ClusterForbidden,
-    KubernetesApi,
-    ResourceKind,
-    VersionGone,
-)
+from leyden.controller.backends.kubernetes.api import KubernetesApi, ResourceKind
+from leyden.controller.backends.kubernetes.cluster_errors import ClusterError, ClusterForbidden, VersionGone
 from leyden.controller.backends.kubernetes.objects import Object
 
 log = logging.getLogger(__name__)

@@ -218,9 +218,9 @@ def test_engines_that_cannot_be_trained(run_file, arguments):
 
 def test_engines_that_run_are_evaluated_as_they_are(config, run_file):
     served = load(run_file, ["engine={kind: vllm, urls: ['10.0.0.1:8000']}"])
-    assert choose_checkpoint(served, "latest") is None
+    assert choose_checkpoint(served.run_dir, served.engine.urls, "latest") is None
     with pytest.raises(ConfigError, match="--checkpoint: x cannot be loaded into the engines"):
-        choose_checkpoint(served, "x")
+        choose_checkpoint(served.run_dir, served.engine.urls, "x")
 
 
 def test_choice_of_tasks(config, tmp_path):
@@ -245,20 +245,20 @@ def test_choice_of_samples():
 
 
 def test_choice_of_checkpoint(config):
-    assert choose_checkpoint(config, "latest") is None
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "latest") is None
     root = config.run_dir / "checkpoints"
     for name in ("step-000009", "step-000010", ".tmp-step-000011"):
         (root / name).mkdir(parents=True)
-    assert choose_checkpoint(config, "latest") == root / "step-000010"
-    assert choose_checkpoint(config, "none") is None
-    assert choose_checkpoint(config, str(root / "step-000009")) == root / "step-000009"
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "latest") == root / "step-000010"
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "none") is None
+    assert choose_checkpoint(config.run_dir, config.engine.urls, str(root / "step-000009")) == root / "step-000009"
     with pytest.raises(ConfigError, match="--checkpoint: step-7 is not a folder"):
-        choose_checkpoint(config, "step-7")
+        choose_checkpoint(config.run_dir, config.engine.urls, "step-7")
 
 
 def test_the_best_checkpoint_is_that_of_the_best_validation(config):
     with pytest.raises(ConfigError, match=r"--checkpoint: no validation of .* has a result"):
-        choose_checkpoint(config, "best")
+        choose_checkpoint(config.run_dir, config.engine.urls, "best")
     config.run_dir.mkdir(parents=True, exist_ok=True)
     log = config.run_dir / "metrics.jsonl"
 
@@ -268,18 +268,18 @@ def test_the_best_checkpoint_is_that_of_the_best_validation(config):
             file.write(json.dumps(line) + "\n")
 
     evaluated(0, 0.25, 0.5)
-    assert choose_checkpoint(config, "best") is None
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "best") is None
     evaluated(2, 0.25, 0.75)
     evaluated(4, 0.25, 0.75)
     evaluated(6, None, None)
     with pytest.raises(ConfigError, match=r"the best validation was at step 2, but .*step-000002 is gone"):
-        choose_checkpoint(config, "best")
+        choose_checkpoint(config.run_dir, config.engine.urls, "best")
     folder = config.run_dir / "checkpoints" / "step-000002"
     folder.mkdir(parents=True)
-    assert choose_checkpoint(config, "best") == folder
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "best") == folder
     with log.open("a") as file:
         file.write('{"event": "start", "step": 0}\n')
-    assert choose_checkpoint(config, "best") is None
+    assert choose_checkpoint(config.run_dir, config.engine.urls, "best") is None
 
 
 def test_closing_lines(tmp_path):

@@ -407,14 +407,17 @@ def test_the_folders_own_template(tmp_path, make):
     config = load(make(model={"path": str(folder)}))
     renderer = ModelRenderer(str(folder), "qwen3", "template")
     template = read_chat_template(str(folder))
-    assert check_template(config, renderer, template).what == "the model's own chat template gives the renderer's text"
+    assert (
+        check_template(config.model, renderer, template).what
+        == "the model's own chat template gives the renderer's text"
+    )
     changed = (folder / "chat_template.jinja").read_text().replace("# Tools", "## Tools")
     (folder / "chat_template.jinja").write_text(changed)
-    finding = check_template(config, renderer, read_chat_template(str(folder)))
+    finding = check_template(config.model, renderer, read_chat_template(str(folder)))
     assert finding.level is Level.WARNING
     assert finding.what.startswith("the model's own chat template is not the renderer's: at character 50 ' Tools")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no tools') }}")
-    assert check_template(config, renderer, read_chat_template(str(folder))).what.endswith(
+    assert check_template(config.model, renderer, read_chat_template(str(folder))).what.endswith(
         "its chat template fails: TemplateError: no tools"
     )
     (folder / "chat_template.jinja").unlink()

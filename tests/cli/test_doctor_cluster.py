@@ -55,7 +55,7 @@ async def test_without_the_library(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, None)
     assert first_task.check_templates(config(), {"n": 1}, tmp_path, {}).level is Level.OK
     with pytest.raises(ConfigError, match=r"pip install 'leyden\[kubernetes\]'"):
-        await cluster.connect(config())
+        await cluster.connect(config().kubernetes)
 
 
 async def test_rights_are_told_by_resource():

@@ -86,7 +86,10 @@ def test_the_network_policy_is_for_every_pod_of_an_attempt(config):
     """The labels that Leyden sets, whatever the template says; one port of the gateway, and DNS."""
     policy = one(ALL, "NetworkPolicy", "leyden-rollouts")
     claim = claim_of("r", {"prompt": "p", "files": {}})
-    job = manifest(pods_of(config, "leyden-rollouts"), Programs(config, "run", "http://g").harness(claim)).job
+    job = manifest(
+        pods_of(config.kubernetes, config.gateway.max_workspace_bytes, "leyden-rollouts"),
+        Programs(config, "run", "http://g").harness(claim),
+    ).job
     assert restricts(policy, job["spec"]["template"]["metadata"]["labels"])
     assert policy["metadata"]["namespace"] == config.kubernetes.namespace
     assert policy["spec"]["ingress"] == []
@@ -127,7 +130,7 @@ def test_the_run_file_and_the_manifests_agree(config):
 
 
 def test_the_example_can_be_launched(config, tmp_path):
-    findings, task = check_data(config)
+    findings, task = check_data(config.data)
     assert [f.level.value for f in findings] == ["ok"]
     finding = check_templates(config, task, tmp_path, {})
     assert (

@@ -79,7 +79,7 @@ def run_by_hand(
         all_overrides = (*overrides, *_by_hand(run_dir, folder))
         config = load(run_file, list(all_overrides))
         before_rollouts(config, secret, os.environ)
-        tasks, chosen = choice.of(configured), choose_checkpoint(configured, checkpoint)
+        tasks, chosen = choice.of(configured), choose_checkpoint(configured.run_dir, configured.engine.urls, checkpoint)
         display = Display()
         work = _rollout(config, tasks, Command(run_file, all_overrides, secret), display, chosen, Path(folder))
         try:

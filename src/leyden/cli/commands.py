@@ -20,7 +20,7 @@ import typer
 
 from leyden import __version__
 from leyden.cli.screen import Screen, plain_console
-from leyden.config import RunConfig
+from leyden.config import ControllerConfig
 from leyden.errors import ConfigError, LeydenError
 from leyden.extras import need
 from leyden.run_file import load
@@ -86,7 +86,7 @@ def train(
 ) -> None:
     """Train; the same command resumes a run that was stopped."""
     config = load(run_file, overrides)
-    need("leyden train", "embedded", *_extras_of_controller(config))
+    need("leyden train", "embedded", *_extras_of(config.controller))
     if dry_run:
         from leyden.cli.dry_run import describe
 
@@ -136,7 +136,7 @@ def evaluate(
 ) -> None:
     """Estimate pass@1 and pass@k of a checkpoint, with 95 % intervals."""
     config = load(run_file, overrides)
-    need("leyden eval", *([] if config.engine.urls else ["embedded"]), *_extras_of_controller(config))
+    need("leyden eval", *([] if config.engine.urls else ["embedded"]), *_extras_of(config.controller))
     from leyden.cli.evaluating import run_evaluation
 
     run_evaluation(
@@ -215,9 +215,9 @@ def _keep_descriptors() -> None:
                 os.set_inheritable(int(path.name), False)
 
 
-def _extras_of_controller(config: RunConfig) -> list[str]:
+def _extras_of(controller: ControllerConfig) -> list[str]:
     """What the controller needs that this command starts."""
-    return ["kubernetes"] if config.controller.backend == "kubernetes" and config.controller.start else []
+    return ["kubernetes"] if controller.backend == "kubernetes" and controller.start else []
 
 
 def _secret() -> bytes | None:

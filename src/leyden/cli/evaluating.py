@@ -41,7 +41,7 @@ def run_evaluation(
     before_rollouts(config, secret, os.environ)
     tasks = choose_tasks(config, split, limit)
     samples = choose_samples(ks, samples, config.eval.samples)
-    folder = choose_checkpoint(config, checkpoint)
+    folder = choose_checkpoint(config.run_dir, config.engine.urls, checkpoint)
     name = "engines" if config.engine.urls else folder.name if folder else "initial"
     run_dir = config.run_dir / "eval" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     settings = config.model_copy(update={"run_dir": run_dir})
@@ -93,36 +93,34 @@ def choose_samples(ks: Sequence[int], samples: int | None, configured: int) -> i
     return samples
 
 
-def choose_checkpoint(config: RunConfig, wanted: str) -> Path | None:
+def choose_checkpoint(run_dir: Path, engines: Sequence[str], wanted: str) -> Path | None:
     """None is the initial model; so is `latest` of a run without a checkpoint. Engines that run already hold
     what they hold.
     """
-    if config.engine.urls and wanted not in ("none", "latest"):
+    if engines and wanted not in ("none", "latest"):
         raise ConfigError(
             "--checkpoint", f"{wanted} cannot be loaded into the engines of engine.urls; leave one of the two out"
         )
-    if wanted == "none" or config.engine.urls:
+    if wanted == "none" or engines:
         return None
     if wanted == "latest":
-        return newest_checkpoint(config.run_dir)
+        return newest_checkpoint(run_dir)
     if wanted == "best":
-        return best_checkpoint(config)
+        return best_checkpoint(run_dir)
     folder = Path(wanted)
     if not folder.is_dir():
-        raise ConfigError(
-            "--checkpoint", f"{wanted} is not a folder; give one of {config.run_dir}/checkpoints, or none"
-        )
+        raise ConfigError("--checkpoint", f"{wanted} is not a folder; give one of {run_dir}/checkpoints, or none")
     return folder
 
 
-def best_checkpoint(config: RunConfig) -> Path | None:
+def best_checkpoint(run_dir: Path) -> Path | None:
     """That of the best validation of the run; None is the initial model. Raises ConfigError where there is none."""
-    best = best_evaluation(read_metrics(config.run_dir / "metrics.jsonl"))
+    best = best_evaluation(read_metrics(run_dir / "metrics.jsonl"))
     if best is None:
-        raise ConfigError("--checkpoint", f"no validation of {config.run_dir} has a result; give latest or a folder")
+        raise ConfigError("--checkpoint", f"no validation of {run_dir} has a result; give latest or a folder")
     if best["step"] == 0:
         return None
-    folder = config.run_dir / "checkpoints" / checkpoint_name(best["step"])
+    folder = run_dir / "checkpoints" / checkpoint_name(best["step"])
     if not folder.is_dir():
         raise ConfigError("--checkpoint", f"the best validation was at step {best['step']}, but {folder} is gone")
     return folder

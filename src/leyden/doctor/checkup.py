@@ -25,7 +25,7 @@ from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, judg
 from leyden.errors import LeydenError
 from leyden.extras import need
 from leyden.gateway.app import check_address, check_port
-from leyden.gateway.render import ModelRenderer
+from leyden.gateway.render import ModelRenderer, load_renderer
 from leyden.trainer.run_json import check_same_run
 from leyden.trainer.tasks import read_data
 from leyden.types import Json
@@ -74,7 +74,7 @@ class Checkup:
         for what in preflight.unheeded(self.config):
             self._add(warning("run file", what))
         if self.config.controller.backend == "local" and self.config.controller.start:
-            self._add(check_sandbox(self.config))
+            self._add(check_sandbox(self.config.harness.sandbox))
         task = await self._tasks(folder)
         async with self._checking("training"):
             self._add(await asyncio.to_thread(check_training, self.config))
@@ -104,7 +104,7 @@ class Checkup:
         """The first task, if the templates take it."""
         task = None
         async with self._checking("data"):
-            findings, task = first_task.check_data(self.config)
+            findings, task = first_task.check_data(self.config.data)
             self._add(*findings)
         if task is None:
             return None
@@ -121,14 +121,14 @@ class Checkup:
             return None
         renderer = None
         async with self._checking("renderer"):
-            renderer = await asyncio.to_thread(model.load_renderer, self.config)
+            renderer = await asyncio.to_thread(load_renderer, self.config.model)
             self._add(model.check_renderer(renderer, self.config.model.renderer))
         if renderer is None:
             return None
         async with self._checking("template"):
             template = await asyncio.to_thread(read_chat_template, self.config.model.path)
             if template is not None:
-                self._add(model.check_template(self.config, renderer, template))
+                self._add(model.check_template(self.config.model, renderer, template))
         return renderer
 
     @contextlib.asynccontextmanager
@@ -144,7 +144,7 @@ class Checkup:
 
     async def _in_cluster(self, folder: Path, task: Json | None, renderer: ModelRenderer | None) -> None:
         """The cluster, then one pod with the run's images, then harness and grader as Jobs."""
-        async with self._checking("cluster", None), await cluster.connect(self.config) as api:
+        async with self._checking("cluster", None), await cluster.connect(self.config.kubernetes) as api:
             server = await cluster.check_server(api)
             self._add(server)
             if server.level is not Level.OK:
@@ -250,12 +250,12 @@ def private_folder(run_dir: Path, keeps: Callable[[], bool]) -> Iterator[Path]:
             run_dir.rmdir()
 
 
-def check_sandbox(config: RunConfig) -> Finding:
+def check_sandbox(sandbox: str) -> Finding:
     """What an agent of this machine could do besides its task."""
-    if config.harness.sandbox == "none":
+    if sandbox == "none":
         can = "agents run as you: they can read your files and this run's keys, and end its programs"
         return ok("sandbox", f"none; {can}. harness.sandbox: bubblewrap closes that")
-    return ok("sandbox", f"{config.harness.sandbox}: agents see their workspace and the gateway")
+    return ok("sandbox", f"{sandbox}: agents see their workspace and the gateway")
 
 
 def check_training(config: RunConfig) -> Finding:

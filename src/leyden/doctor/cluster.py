@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from leyden.client import mint
-from leyden.config import RunConfig
+from leyden.config import KubernetesConfig
 from leyden.doctor.access import NOBODY
 from leyden.doctor.findings import Finding, ok, problem, skipped, warning
 from leyden.errors import ConfigError
@@ -29,13 +29,12 @@ RIGHTS = (
 """(verb, API group, resource): all that the Kubernetes backend does; `deploy/` grants these and no others."""
 
 
-async def connect(config: RunConfig) -> KubernetesApi:
+async def connect(settings: KubernetesConfig) -> KubernetesApi:
     """Raises ConfigError where no cluster is named or the library is missing."""
     try:
         from leyden.controller.backends.kubernetes.api import KubernetesApi
     except ImportError as error:
         raise ConfigError("controller.backend", f"{error}; pip install 'leyden[kubernetes]'") from None
-    settings = config.kubernetes
     return await KubernetesApi.connect(settings.namespace, settings.kubeconfig, settings.context)
 
 

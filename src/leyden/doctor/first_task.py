@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from leyden.config import RunConfig
+from leyden.config import DataConfig, RunConfig, WorkspaceConfig
 from leyden.controller import workspace
 from leyden.controller.launch import RunFacts
 from leyden.controller.paths import AttemptPaths
@@ -17,9 +18,9 @@ from leyden.trainer.tasks import TaskSet, read_tasks
 from leyden.types import Json
 
 
-def check_data(config: RunConfig) -> tuple[list[Finding], Json | None]:
+def check_data(data: DataConfig) -> tuple[list[Finding], Json | None]:
     """The first training task comes with it, where there is one."""
-    named = [("data.train", config.data.train), ("data.validation", config.data.validation)]
+    named = [("data.train", data.train), ("data.validation", data.validation)]
     findings: list[Finding] = []
     found: dict[str, TaskSet] = {}
     for key, path in named:
@@ -43,17 +44,17 @@ def check_templates(config: RunConfig, task: Json, folder: Path, parent: Mapping
     try:
         check_launch(config, task, parent)
         if config.controller.backend == "local":
-            _prepare(config.model_copy(update={"run_dir": folder}), task)
+            _prepare(config.workspace, replace(RunFacts.of(config), run_dir=folder), task)
     except LaunchError as error:
         advice = f"the first task has the fields {', '.join(sorted(task)) or 'none'}"
         return problem("templates", f"the first task cannot be launched: {error}", advice)
     return ok("templates", _rendered(config))
 
 
-def _prepare(config: RunConfig, task: Json) -> None:
-    paths = AttemptPaths(config.run_dir / "attempts" / ROLLOUT / "1")
+def _prepare(settings: WorkspaceConfig, run: RunFacts, task: Json) -> None:
+    paths = AttemptPaths(run.run_dir / "attempts" / ROLLOUT / "1")
     try:
-        workspace.prepare(config.workspace, RunFacts.of(config), claim_of(ROLLOUT, task).rollout, paths)
+        workspace.prepare(settings, run, claim_of(ROLLOUT, task).rollout, paths)
     finally:
         workspace.remove(paths.root)
 

@@ -14,7 +14,8 @@ def render_manifests(config: RunConfig, task: Json) -> None:
     from leyden.controller.backends.kubernetes.manifest import manifest
     from leyden.controller.backends.kubernetes.programs import Programs, pods
 
-    claim, programs, settings = claim_of(ROLLOUT, task), Programs(config, ROLLOUT, URL), pods(config, "default")
+    claim, programs = claim_of(ROLLOUT, task), Programs(config, ROLLOUT, URL)
+    settings = pods(config.kubernetes, config.gateway.max_workspace_bytes, "default")
     manifest(settings, programs.harness(claim))
     if not config.grader.harness:
         manifest(settings, programs.grader(claim.rollout, "", 1, b"", {}))

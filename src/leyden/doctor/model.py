@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from leyden.config import RunConfig
+from leyden.config import ModelConfig
 from leyden.doctor.chat_template import ChatTemplate
 from leyden.doctor.findings import Finding, ok, problem, warning
 from leyden.errors import RequestError
-from leyden.gateway import render
 from leyden.gateway.render import ModelRenderer
 from leyden.types import Json
 
@@ -29,11 +28,6 @@ ASKED: list[Json] = [
     {"role": "user", "content": "Which files are there?"},
 ]
 SHOWN_CHARS = 60
-
-
-def load_renderer(config: RunConfig) -> ModelRenderer:
-    """Raises ConfigError for a model without tokenizer or renderer."""
-    return render.load_renderer(config.model)
 
 
 def check_renderer(renderer: ModelRenderer, name: str) -> Finding:
@@ -95,13 +89,13 @@ def _up_to_stop(renderer: ModelRenderer, text: str) -> str:
     return text[: min(ends, default=0)]
 
 
-def check_template(config: RunConfig, renderer: ModelRenderer, template: ChatTemplate) -> Finding:
+def check_template(model: ModelConfig, renderer: ModelRenderer, template: ChatTemplate) -> Finding:
     """The renderer's text beside that of the folder's template, which a server of the trained model will use."""
     tools = [TOOL] if template.knows_tools else []
     try:
-        shown = template.text(ASKED, tools, config.model.template_kwargs)
+        shown = template.text(ASKED, tools, model.template_kwargs)
     except Exception as error:  # the template is anybody's program
-        return warning("template", f"{config.model.path}: its chat template fails: {type(error).__name__}: {error}")
+        return warning("template", f"{model.path}: its chat template fails: {type(error).__name__}: {error}")
     rendered = renderer.decode(renderer.render(ASKED, tools))
     if shown != rendered:
         what = f"the model's own chat template is not the renderer's: {different(rendered, shown)}"

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from leyden.config import KubernetesConfig, RunConfig
+from leyden.config import EngineConfig, KubernetesConfig, RunConfig
 from leyden.controller.backends.local import check_passed, interpreter, sandbox_view
 from leyden.controller.backends.local_jobs import local_jobs
 from leyden.doctor.manifests import ROLLOUT, URL, claim_of, render_manifests
@@ -29,7 +29,7 @@ from leyden.types import Json
 
 def before_training(config: RunConfig, secret: bytes | None, parent: Mapping[str, str]) -> Data:
     """All that `leyden train` refuses, in the order in which it would meet it. Returns the tasks."""
-    check_trainable(config)
+    check_trainable(config.engine)
     data = before_rollouts(config, secret, parent)
     check_same_run(config, data)
     check_backend(config)
@@ -50,15 +50,15 @@ def before_rollouts(config: RunConfig, secret: bytes | None, parent: Mapping[str
         check_port(config)
         engine_key(config.engine.api_key_env, parent)
         if config.engine.render == "gateway":
-            from leyden.doctor.model import load_renderer
+            from leyden.gateway.render import load_renderer
 
-            load_renderer(config)
+            load_renderer(config.model)
     return data
 
 
-def check_trainable(config: RunConfig) -> None:
+def check_trainable(engine: EngineConfig) -> None:
     """Raises ConfigError for engines that the trainer cannot update."""
-    if config.engine.urls or config.engine.kind != "leyden":
+    if engine.urls or engine.kind != "leyden":
         raise ConfigError(
             "engine",
             "the embedded trainer updates no engine but its own: leave engine.urls and engine.kind out to train; "

@@ -51,7 +51,7 @@ def prepare(config: RunConfig, namespace: str, task: Json, targets: Mapping[str,
 
     Raises LaunchError for a template that gives no Job, ConfigError for one that cannot be read.
     """
-    settings = pods(config, namespace)
+    settings = pods(config.kubernetes, config.gateway.max_workspace_bytes, namespace)
     variables = {url: f"LEYDEN_PROBE_KEY_{i}" for i, url in enumerate(targets)}
     made = manifest(settings, _program(config, task, {variables[url]: key for url, key in targets.items()}))
     pod = made.job["spec"]["template"]["spec"]

@@ -90,7 +90,7 @@ class KubernetesBackend:
     async def open(self) -> None:
         settings = self._config.kubernetes
         self._api = await KubernetesApi.connect(settings.namespace, settings.kubeconfig, settings.context)
-        self._pods = pods(self._config, self._api.namespace)
+        self._pods = pods(settings, self._config.gateway.max_workspace_bytes, self._api.namespace)
         self._logs = PodLogs(self._api, self._config.run_dir, settings.log_lines)
         self._reader = asyncio.create_task(self._read())
         listed = asyncio.create_task(self._listed.wait())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leyden.config import RunConfig
+from leyden.config import KubernetesConfig, RunConfig, WorkspaceConfig
 from leyden.controller import workspace
 from leyden.controller.backends.kubernetes.manifest import FILES, TEMPLATE, WORKSPACE, Pods, Program
 from leyden.controller.jobs import grader_job, harness_job
@@ -46,7 +46,7 @@ class Programs:
             job_id=harness_job(rollout.rollout_id, rollout.attempt),
             workspace_key=claim.workspace_key,
             deadline_s=self._deadline_s(config.harness.timeout_s),
-            archive=packed_workspace(config, rollout),
+            archive=packed_workspace(config.workspace, RunFacts.of(config), rollout),
             files=self._files() | {_TASK: _json(rollout.task)},
         )
 
@@ -65,7 +65,7 @@ class Programs:
             workspace_key=key,
             deadline_s=self._deadline_s(config.grader.timeout_s),
             grade=number,
-            archive=packed_workspace(config, rollout) if from_start else None,
+            archive=packed_workspace(config.workspace, RunFacts.of(config), rollout) if from_start else None,
             files=self._files() | {_TASK: _json(rollout.task), _LOG: log[-MOST_LOG_BYTES:], _EXIT: _json(exit_)},
         )
 
@@ -103,9 +103,8 @@ class Programs:
         return int(start_s + timeout_s + kubernetes.pause_allowance_s + kubernetes.save_s) + 1
 
 
-def pods(config: RunConfig, namespace: str) -> Pods:
+def pods(settings: KubernetesConfig, workspace_bytes: int, namespace: str) -> Pods:
     """How this run makes pods. Raises ConfigError for a template that cannot be read."""
-    settings = config.kubernetes
     template = TEMPLATE
     if settings.template is not None:
         try:
@@ -119,15 +118,15 @@ def pods(config: RunConfig, namespace: str) -> Pods:
         template=template,
         ttl_s=settings.ttl_s,
         grace_s=settings.save_s,
-        workspace_bytes=config.gateway.max_workspace_bytes,
+        workspace_bytes=workspace_bytes,
     )
 
 
-def packed_workspace(config: RunConfig, rollout: Rollout) -> bytes:
+def packed_workspace(settings: WorkspaceConfig, run: RunFacts, rollout: Rollout) -> bytes:
     """The workspace that the harness begins with, as a gzipped tar."""
     with tempfile.TemporaryDirectory(prefix="leyden-") as folder:
         paths = attempt_paths(Path(folder), rollout.rollout_id, rollout.attempt)
-        workspace.prepare(config.workspace, RunFacts.of(config), rollout, paths)
+        workspace.prepare(settings, run, rollout, paths)
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             archive.add(paths.workspace, arcname=".")

@@ -3,116 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from leyden import extras
 from leyden.doctor import access
-from leyden.doctor.chat_template import read_chat_template
-from leyden.doctor.checkup import Checkup
-from leyden.doctor.findings import Finding, Level, problem
-from leyden.doctor.model import COMMAND, TOOL, check_renderer, check_template, round_trip
-from leyden.doctor.rehearsal import Refused, Rehearsed, advice_for, judge_grader, judge_harness, judge_wishes
-from leyden.gateway.render import ModelRenderer
-from leyden.records import Rollout
-from leyden.run_file import load
-from leyden.types import RolloutState
+from leyden.doctor.findings import Level
+from tests.cli.examining import examine, levels, of
 from tests.gateway.conftest import SECRET, make_config, serving
 from tests.gateway.fake_vllm import FakeVllm, listening
-from tests.qwen_tokenizers import qwen_tokenizer_folder
-
-AGENT = """
-import json, os, sys, time, urllib.request
-
-def ask(url, key):
-    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-    request = urllib.request.Request(url + "/chat/completions", data=body, headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    answer = json.load(opener.open(request))
-    open("answer.txt", "w").write(answer["choices"][0]["message"]["content"])
-
-url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-mode = sys.argv[1]
-if mode == "silent":
-    print("I was told nothing of a model")
-    raise SystemExit(3)
-if mode == "hangs":
-    ask(url, key)
-    time.sleep(600)
-ask(url + "/v1" if mode == "doubled" else url, "sk-mine" if mode == "own-key" else key)
-"""
-GRADE = """
-import sys
-
-def good(task, workspace):
-    return 0.5 if (workspace / "answer.txt").read_text() == "There is nothing to do." else 0.0
-
-def nan(task, workspace):
-    return float("nan")
-
-def nothing(task, workspace):
-    print("no idea")
-
-def broken(task, workspace):
-    raise KeyError("score")
-"""
-
-
-@pytest.fixture(scope="session")
-def renderer(tokenizer_path: Path) -> ModelRenderer:
-    return ModelRenderer(str(tokenizer_path), "qwen3", "template")
-
-
-@pytest.fixture
-def make(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Path]:
-    """Writes a run file whose agent behaves as told."""
-
-    def write(mode: str = "good", **sections: Any) -> Path:
-        (tmp_path / "agent.py").write_text(AGENT)
-        (tmp_path / "grade.py").write_text(GRADE)
-        (tmp_path / "train.jsonl").write_text('{"n": 1, "files": {"a.txt": "a"}}\n{"n": 2}\n')
-        document: dict[str, Any] = {
-            "run_dir": "run",
-            "model": {"path": str(tokenizer_path), "renderer": "qwen3", "context_tokens": 2000},
-            "data": {"train": "train.jsonl"},
-            "workspace": {"files": "files"},
-            "harness": {"command": [sys.executable, "{{ config_dir }}/agent.py", mode], "timeout_s": 1000},
-            "grader": {"function": "grade:good"},
-        }
-        for name, section in sections.items():
-            document[name] = section if name == "grader" else document.get(name, {}) | section
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(document))
-        return path
-
-    return write
-
-
-async def examine(run_file: Path, *overrides: str, patience_s: float = 300, secret: bytes | None = None) -> Checkup:
-    parent = dict(os.environ)
-    checkup = Checkup(load(run_file, list(overrides)), secret, parent, patience_s, lambda _: None, lambda _: None)
-    await checkup.run()
-    return checkup
-
-
-def of(checkup: Checkup, check: str) -> Finding:
-    (found,) = [f for f in checkup.findings if f.check == check]
-    return found
-
-
-def levels(checkup: Checkup) -> dict[str, str]:
-    return {f.check: f.level.value for f in checkup.findings}
 
 
 async def test_a_run_that_is_well(make, tmp_path):
@@ -342,171 +246,6 @@ def test_a_gateway_that_lets_too_much_through():
     )
 
 
-class Spelled:
-    """A renderer of one token per character, whose conversation goes on as a test wants it."""
-
-    stop_token_ids = [ord("$")]  # noqa: RUF012
-
-    def __init__(self, parsed: str = COMMAND, bridge: str | None = "{}R>", head: str = "U>", end: str = "$") -> None:
-        self._parsed, self._bridge, self._head, self._end = parsed, bridge, head, end
-
-    def render(self, messages: Any, tools: Any) -> list[int]:
-        return ids("U>" if len(messages) == 2 else f"{self._head}C{self._end}R>")
-
-    def parse(self, sampled: list[int], prompt: list[int], tools: Any, **_: Any) -> dict[str, Any]:
-        call = {"function": {"name": "shell", "arguments": {"command": self._parsed}}}
-        return {"content": "C", "tool_calls": [call] if self._parsed else []}
-
-    def bridge(self, prompt: list[int], sampled: list[int], *_: Any, reasoning: bool) -> list[int] | None:
-        return None if self._bridge is None else ids(self._bridge.format(text([*prompt, *sampled])))
-
-    def encode(self, spelled: str, *, add_special_tokens: bool) -> list[int]:
-        return ids(spelled)
-
-    def decode(self, tokens: Any) -> str:
-        return text(tokens)
-
-
-def ids(spelled: str) -> list[int]:
-    return [ord(c) for c in spelled]
-
-
-def text(tokens: list[int]) -> str:
-    return "".join(map(chr, tokens))
-
-
-@pytest.mark.parametrize(
-    ("renderer", "broken", "differs"),
-    [
-        (Spelled(), "", ""),
-        (Spelled(parsed=""), "is parsed as 'C', sampled was 'C$'", ""),
-        (Spelled("ls"), "is parsed as [{'name': 'shell', 'arguments': {'command': 'ls'}}], sampled was 'C$'", ""),
-        (Spelled(end=""), "ends with none of the renderer's stop tokens", ""),
-        (Spelled(bridge=None), "", "its sampled ids are not continued"),
-        (Spelled(bridge="{}r>"), "", "the next prompt is not the template's: at character 4 'r>', not 'R>'"),
-        (Spelled(head="V>"), "", "the template shows the turns before otherwise: at character 0 'V>C$R>', not 'U>'"),
-    ],
-)  # fmt: skip
-def test_round_trip_of_a_tool_call(renderer, broken, differs):
-    assert round_trip(renderer, "") == (broken, differs)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
-def test_round_trip_with_real_vocabularies(family):
-    renderer = ModelRenderer(str(qwen_tokenizer_folder(family)), family, "template")
-    assert check_renderer(renderer, family).line == (
-        f"ok       renderer     {family}: a tool call is parsed, and with its result goes on as the template shows it"
-    )
-
-
-def test_the_folders_own_template(tmp_path, make):
-    """A server of the trained model uses the folder's template, so it must show what is trained."""
-    folder = tmp_path / "model"
-    shutil.copytree(qwen_tokenizer_folder("qwen3"), folder)
-    shutil.copy(Path(__file__).parents[1] / "vllm" / "qwen3.jinja", folder / "chat_template.jinja")
-    config = load(make(model={"path": str(folder)}))
-    renderer = ModelRenderer(str(folder), "qwen3", "template")
-    template = read_chat_template(str(folder))
-    assert (
-        check_template(config.model, renderer, template).what
-        == "the model's own chat template gives the renderer's text"
-    )
-    changed = (folder / "chat_template.jinja").read_text().replace("# Tools", "## Tools")
-    (folder / "chat_template.jinja").write_text(changed)
-    finding = check_template(config.model, renderer, read_chat_template(str(folder)))
-    assert finding.level is Level.WARNING
-    assert finding.what.startswith("the model's own chat template is not the renderer's: at character 50 ' Tools")
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no tools') }}")
-    assert check_template(config.model, renderer, read_chat_template(str(folder))).what.endswith(
-        "its chat template fails: TemplateError: no tools"
-    )
-    (folder / "chat_template.jinja").unlink()
-    assert read_chat_template(str(folder)) is None
-
-
-TEMPLATE = """{{- bos_token }}
-{%- for message in messages %}
-  {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
-  {%- else %}
-    {{- message.role ~ ': ' ~ message.content ~ '\n' }}
-  {%- endif %}
-  {%- if loop.index == 5 %}{% break %}{% endif %}
-{%- endfor %}
-{{- tools | tojson }} {{ [1] | tojson(indent=2) }}{% if add_generation_prompt %}>{% endif %}
-"""
-
-
-def test_templates_are_rendered_as_transformers_does(tmp_path, tokenizer_path):
-    from transformers import AutoTokenizer
-
-    folder = tmp_path / "model"
-    shutil.copytree(tokenizer_path, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"bos_token": "<s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    messages = [{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "b"}]
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages, tools=[TOOL], tokenize=False, add_generation_prompt=True
-    )
-    template = read_chat_template(str(folder))
-    assert template.text(messages, [TOOL]) == theirs
-    assert "<é>" in theirs
-
-
-def seen(**changes: Any) -> Rehearsed:
-    """A rehearsal in which all went well, but for `changes`."""
-    rollout = Rollout(
-        rollout_id="r", group_id="g", kind="eval", step=0, slot=0, member=0, state=RolloutState.SUCCEEDED, attempt=1,
-        change=1, reward=0.5, exit_code=0, turns=1, sampled_tokens=5, min_version=0, max_version=0,
-    )  # fmt: skip
-    of_rollout = {k: changes.pop(k) for k in list(changes) if k in Rollout.__dataclass_fields__}
-    known = {"protocols": {"openai-chat": 1}, "refused": (), "error": None, "harness_log": (), "grader_log": ()}
-    return Rehearsed(rollout=replace(rollout, **of_rollout), **(known | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"protocols": {"gemini": 2, "chat": 1}}, "ok       harness      model calls: 2 gemini, 1 chat; exit 0"),
-        ({"exit_code": -11}, "ok       harness      model calls: 1 openai-chat; killed by signal 11"),
-        (
-            {"protocols": {}, "exit_code": None, "state": RolloutState.FAILED, "reason": "exec: not found"},
-            "problem  harness      it did not run to its end: exec: not found",
-        ),
-        (
-            {"protocols": {}, "exit_code": None, "state": RolloutState.RUNNING, "error": "it was not over after 9 s"},
-            "problem  harness      it did not run to its end: it was not over after 9 s",
-        ),
-    ],
-)  # fmt: skip
-def test_judgement_of_a_harness(changes, line):
-    assert judge_harness(seen(**changes)).line == line
-
-
-def test_judgement_of_a_grader():
-    refusal = Refused("POST", "/api/reward", 422, "the reward must be a finite number")
-    late = seen(reward=None, state=RolloutState.GRADING, error="it was not over after 9 s", grader_log=("working",))
-    assert judge_grader(late, by_harness=False).line.startswith(
-        "problem  grader       no reward: it was not over after 9 s; "
-    )
-    assert judge_grader(late, by_harness=False).detail == ("working",)
-    none = seen(reward=None, refused=(refusal,), harness_log=("posted nan",))
-    assert "no reward: POST /api/reward: 422 the reward must be" in judge_grader(none, by_harness=True).what
-    assert judge_grader(none, by_harness=True).detail == ("posted nan",)
-
-
-def test_advice_for_a_call_that_is_refused():
-    long = Refused("POST", "/v1/chat/completions", 400, "This model's maximum context length is 448 tokens, but ...")
-    assert advice_for(long) == "raise model.context_tokens, or shorten the harness's prompt"
-    assert advice_for(replace(long, text="n must be 1")) == "docs/protocols.md says what is served"
-
-
-def test_a_finding_is_one_line():
-    assert problem("harness", "first\nsecond  third", "do\tthis").line == (
-        "problem  harness      first second third; do this"
-    )
-
-
 def leyden(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "leyden", *arguments], capture_output=True, text=True, check=False)
 
@@ -555,10 +294,3 @@ def test_the_example_with_the_real_mini_swe_agent(tmp_path):
         "ok       grader       reward 0 for what the harness left",
     ]
     assert result.returncode == 0
-
-
-def test_what_the_harness_asks_for_and_does_not_get_is_a_warning() -> None:
-    assert judge_wishes(seen()) == []
-    (finding,) = judge_wishes(seen(unmet={"tool_choice": 2, "response_format": 1}))
-    assert finding.line.startswith("warning")
-    assert finding.what == "the harness asks for what it does not get: response_format, tool_choice"

@@ -25,8 +25,8 @@ from leyden.errors import GatewayError
 from leyden.gateway.render import ModelRenderer
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
+from tests.controller.programs import kill9, start_controller, starts, wait_until
 from tests.controller.test_limits import groups_of, groups_possible
-from tests.controller.test_restart import kill9, start_controller, starts, wait_until
 from tests.gateway.conftest import SECRET, Gateway, make_config, serving
 
 Left = Callable[[], list[str]]

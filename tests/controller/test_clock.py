@@ -11,7 +11,7 @@ from leyden.config import RunConfig
 from leyden.controller.clock import Clock
 from tests.controller.conftest import controlling
 from tests.controller.live_gateway import LiveGateway
-from tests.controller.test_restart import appears
+from tests.controller.programs import appears
 from tests.controller.test_runs import attempt_dir
 
 Config = Callable[..., RunConfig]

@@ -20,7 +20,7 @@ from leyden.controller.backends.leyden_launcher.removal import remove
 from leyden.errors import LaunchError
 from tests.controller.conftest import GRADER, controlling
 from tests.controller.live_gateway import LiveGateway
-from tests.controller.test_restart import Runner, kill9, launchers, start_controller, wait_until
+from tests.controller.programs import Runner, kill9, launchers, start_controller, wait_until
 from tests.controller.test_runs import attempt_dir, run
 from tests.controller.test_sandbox import needs_bwrap
 

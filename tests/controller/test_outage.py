@@ -16,8 +16,8 @@ from leyden.config import RunConfig
 from leyden.gateway.render import ModelRenderer
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
+from tests.controller.programs import kill9, start_controller, wait_until
 from tests.controller.test_chaos import Address
-from tests.controller.test_restart import kill9, start_controller, wait_until
 from tests.gateway.conftest import SECRET, make_config, serving
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from leyden.controller import pressure
 from leyden.controller.pressure import Load, Pressure, allowed, read
 from tests.controller.conftest import CALM, controlling
 from tests.controller.live_gateway import LiveGateway
-from tests.controller.test_restart import wait_until
+from tests.controller.programs import wait_until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]

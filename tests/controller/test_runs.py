@@ -21,7 +21,7 @@ from leyden.controller.jobs import WATCHER_KILLED
 from leyden.records import Rollout
 from tests.controller.conftest import controlling
 from tests.controller.live_gateway import LiveGateway
-from tests.controller.test_restart import appears, wait_until
+from tests.controller.programs import appears, wait_until
 
 Config = Callable[..., RunConfig]
 Left = Callable[[], list[str]]

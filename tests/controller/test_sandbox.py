@@ -28,7 +28,7 @@ from leyden.run_file import parse
 from leyden.types import RolloutState
 from tests.controller.conftest import controlling
 from tests.controller.live_gateway import LiveGateway
-from tests.controller.test_restart import wait_until
+from tests.controller.programs import wait_until
 from tests.controller.test_runs import attempt_dir, text
 from tests.controller.test_runs import run as run_fake
 from tests.controller.test_with_gateway import MINI_CONFIG, run

@@ -21,7 +21,7 @@ from leyden.client import control_key
 from leyden.config import RunConfig
 from leyden.controller.reconcile import run_controller
 from leyden.errors import ConfigError, GatewayError
-from leyden.gateway import app as gateway_app
+from leyden.gateway import serving as gateway_serving
 from leyden.gateway.ports import owner
 from leyden.gateway.render import ModelRenderer
 from leyden.types import FailureClass, RolloutState
@@ -137,7 +137,7 @@ def test_eight_gateways_at_once_get_eight_ports(tmp_path: Path, tokenizer_path: 
         config.run_dir.mkdir(parents=True)
         (config.run_dir / "gateway.json").write_text(json.dumps({"url": f"http://127.0.0.1:{port}"}))
         ready.wait()
-        listeners.append(gateway_app.listen(config))
+        listeners.append(gateway_serving.listen(config.gateway, config.run_dir))
 
     threads = [threading.Thread(target=start, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -156,7 +156,7 @@ def test_a_port_that_is_taken_is_told_with_its_owner(tmp_path: Path, tokenizer_p
         config = make_config(tmp_path, tokenizer_path, gateway={"port": port})
         name = psutil.Process().name()
         with pytest.raises(ConfigError) as caught:
-            gateway_app.listen(config)
+            gateway_serving.listen(config.gateway, config.run_dir)
         assert str(caught.value) == (
             f"gateway.port: cannot listen on 127.0.0.1:{port}: Address already in use by process {os.getpid()} "
             f"({name}); give another, or 0 for any"

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 import zstandard
 
+from leyden.client.announcement import announce
 from leyden.doctor.cluster import agent_key, judge_reach
 from leyden.doctor.findings import Level
 from leyden.doctor.probe import ask
 from leyden.doctor.probing import Probed
-from leyden.gateway.app import _announce
 from leyden.gateway.bounded_http import HEAD_BYTES, BoundedHttp
 from leyden.gateway.render import ModelRenderer
 from tests.gateway.conftest import SECRET, Gateway, make_config, serving
@@ -248,5 +248,5 @@ async def test_events_of_an_attempt_are_bounded(gateway: Gateway, monkeypatch: p
 
 
 def test_where_the_gateway_listens_is_told_to_its_user_alone(tmp_path: Path) -> None:
-    _announce(tmp_path, "http://127.0.0.1:1")
+    announce(tmp_path, "http://127.0.0.1:1")
     assert stat.S_IMODE((tmp_path / "gateway.json").stat().st_mode) == 0o600

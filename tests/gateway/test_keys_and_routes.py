@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from leyden.client import control_key, mint
 from leyden.errors import ConfigError, GatewayError
-from leyden.gateway import app as gateway_app
+from leyden.gateway import serving as gateway_serving
 from leyden.gateway.control_routes import OPERATIONS
 from leyden.protocols import COUNT_ROUTES, LIST_ROUTES, ROUTES
 from leyden.types import Claims, Scope
@@ -290,5 +290,5 @@ def test_an_open_address_needs_a_secret(tmp_path: Path, host: str) -> None:
     """Without one the gateway does not start; where no address is given, only this machine reaches it."""
     config = make_config(tmp_path, tmp_path, gateway={"host": host})
     with pytest.raises(ConfigError, match="LEYDEN_SECRET"):
-        gateway_app.serve(config)
+        gateway_serving.serve(config)
     assert make_config(tmp_path, tmp_path).gateway.host == "127.0.0.1"

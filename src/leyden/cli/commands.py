@@ -102,8 +102,8 @@ def gateway(run_file: RunFile, overrides: Overrides = None, with_parent: WithPar
     """Run the gateway alone."""
     config = load(run_file, overrides)
     _keep_descriptors()
-    from leyden.gateway.app import serve
     from leyden.gateway.engines import engine_key
+    from leyden.gateway.serving import serve
 
     key = engine_key(config.engine.api_key_env, os.environ)
     serve(config, with_parent=with_parent, secret=_secret(), engine_key=key)

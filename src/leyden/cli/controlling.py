@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from leyden.client import control_key, read_or_create_secret
+from leyden.client.announcement import FILE, read_announcement
 from leyden.config import RunConfig
 from leyden.controller.reconcile import run_controller
 from leyden.errors import ConfigError, GatewayError
@@ -16,7 +18,7 @@ from leyden.errors import ConfigError, GatewayError
 
 def run_until_stopped(config: RunConfig, secret: bytes | None, *, with_parent: bool) -> None:
     """Run until SIGINT, SIGTERM or, with a parent, the end of standard input."""
-    url = config.gateway.url or _running_gateway(config)
+    url = config.gateway.url or _running_gateway(config.run_dir)
     key = control_key(secret or read_or_create_secret(config.run_dir))
     asyncio.run(_run(config, url, key, with_parent))
 
@@ -36,13 +38,11 @@ async def _run(config: RunConfig, url: str, key: str, with_parent: bool) -> None
     await run_controller(config, url, key, config.controller.name, stop=stop)
 
 
-def _running_gateway(config: RunConfig) -> str:
-    import orjson
-
-    path = config.run_dir / "gateway.json"
+def _running_gateway(run_dir: Path) -> str:
     try:
-        return str(orjson.loads(path.read_bytes())["url"])
+        return read_announcement(run_dir).url
     except OSError:
-        raise GatewayError(f"no gateway has listened for {config.run_dir}; start `leyden gateway` first") from None
-    except (ValueError, KeyError):
-        raise ConfigError("run_dir", f"{path} is damaged; delete it and start `leyden gateway` again") from None
+        raise GatewayError(f"no gateway has listened for {run_dir}; start `leyden gateway` first") from None
+    except ValueError:
+        what = f"{run_dir / FILE} is damaged; delete it and start `leyden gateway` again"
+        raise ConfigError("run_dir", what) from None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leyden.config import RunConfig
+from leyden.config import GatewayConfig, RunConfig
 from leyden.controller import workspace
 from leyden.doctor import access, cluster, engines, first_task, model, preflight
 from leyden.doctor.address import GatewayAddress, address_towards, gateway_address
@@ -24,8 +24,8 @@ from leyden.doctor.findings import Finding, Level, ok, problem, skipped, warning
 from leyden.doctor.rehearsal import Rehearsal, judge_grader, judge_harness, judge_wishes, rehearsal
 from leyden.errors import LeydenError
 from leyden.extras import need
-from leyden.gateway.app import check_address, check_port
 from leyden.gateway.render import ModelRenderer, load_renderer
+from leyden.gateway.serving import check_address, check_port
 from leyden.trainer.run_json import check_same_run
 from leyden.trainer.tasks import read_data
 from leyden.types import Json
@@ -85,7 +85,7 @@ class Checkup:
             await self._gateway_in_use(self.config.gateway.url)
         else:
             async with self._checking("address"):
-                self._add(check_listening(self.config, self.secret))
+                self._add(check_listening(self.config.gateway, self.config.run_dir, self.secret))
         if renderer is None and self.config.engine.render == "gateway":
             self._skip("it needs the renderer", "own gateway", "harness", "grader")
         elif self.config.controller.backend == "kubernetes":
@@ -270,9 +270,9 @@ def check_training(config: RunConfig) -> Finding:
     return ok("training", preflight.check_backend(config))
 
 
-def check_listening(config: RunConfig, secret: bytes | None) -> Finding:
+def check_listening(settings: GatewayConfig, run_dir: Path, secret: bytes | None) -> Finding:
     """Whether `leyden gateway` could listen where the run file says."""
-    check_address(config, secret)
-    check_port(config)
-    port = config.gateway.port or "any free one"
-    return ok("address", f"the gateway can listen on {config.gateway.host}, port {port}")
+    check_address(settings.host, secret)
+    check_port(settings, run_dir)
+    port = settings.port or "any free one"
+    return ok("address", f"the gateway can listen on {settings.host}, port {port}")

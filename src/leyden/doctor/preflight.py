@@ -43,11 +43,11 @@ def before_rollouts(config: RunConfig, secret: bytes | None, parent: Mapping[str
     if config.controller.start:  # else harnesses run where that controller does, with its files and programs
         check_launch(config, data.train.tasks[0], parent)
     if config.gateway.url is None:
-        from leyden.gateway.app import check_address, check_port
         from leyden.gateway.engines import engine_key
+        from leyden.gateway.serving import check_address, check_port
 
-        check_address(config, secret)
-        check_port(config)
+        check_address(config.gateway.host, secret)
+        check_port(config.gateway, config.run_dir)
         engine_key(config.engine.api_key_env, parent)
         if config.engine.render == "gateway":
             from leyden.gateway.render import load_renderer

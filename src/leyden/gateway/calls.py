@@ -30,9 +30,9 @@ from leyden.errors import (
 from leyden.gateway.admission import Admission, InFlight, Interrupted
 from leyden.gateway.attempts import Attempt
 from leyden.gateway.engines import NotSent
+from leyden.gateway.health_checks import LONGEST_RETRY_AFTER_S, Watch
 from leyden.gateway.metrics import Metrics
 from leyden.gateway.models import Models
-from leyden.gateway.watch import LONGEST_RETRY_AFTER_S, Watch
 from leyden.store import Store
 
 T = TypeVar("T")

@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from dataclasses import dataclass
 
 import numpy as np
 
 from leyden.errors import RequestError
 from leyden.gateway.metrics import Metrics
+from leyden.gateway.placement import Prompt, placed
 from leyden.gateway.render import ModelRenderer
 from leyden.protocols import ChatRequest
 from leyden.protocols.chat import digest
-from leyden.trajectory.causes import ForkCause, sibling_cause
+from leyden.trajectory.causes import ForkCause
 from leyden.trajectory.continuity import Continuation, extended, find
 from leyden.trajectory.meaning import prefix_keys
 from leyden.trajectory.nodes import Conversations, Node
 from leyden.trajectory.text import find_text, prompt_keys, root_cause
-from leyden.types import Ids, Json
+from leyden.types import Json
 
 log = logging.getLogger(__name__)
 LONGEST_DECOMPOSED = 4  # code points of one character that NFC composes
 NEAR_TOKENS = 8  # of what goes before, for reading a text's continuation in its place
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """What the model is shown, and where it stands in the attempt's tree.
-
-    `has_reasoning` says whether reasoning stands anywhere in `ids`. `shared` counts the first messages of the request
-    that `parent` knows: its own and its reply; 0 where `parent` was found by ids alone.
-    """
-
-    ids: list[int] | Ids
-    parent: Node | None
-    cause: ForkCause | None
-    keys: list[bytes]
-    tools_key: bytes
-    has_reasoning: bool
-    shared: int = 0
 
 
 class Prompter:
@@ -65,7 +48,7 @@ class Prompter:
 
     def _prompt(self, known: Conversations, request: ChatRequest) -> Prompt:
         if request.prompt is not None:
-            return self._completion(known, request.prompt)
+            return self._completion(known, request, request.prompt)
         _check_text_only(request)
         keys = prefix_keys(request.messages)
         tools_key = digest(request.tools)
@@ -74,17 +57,13 @@ class Prompter:
             reasoning = found.parent.has_reasoning
             ids = self._bridge(found.parent, found.new_messages, request, reasoning=reasoning)
             if ids is not None:
-                cause = sibling_cause(known, found.parent, request.messages, keys)
                 shared = len(request.messages) - len(found.new_messages)
-                return Prompt(ids, found.parent, cause, keys, tools_key, reasoning, shared)
+                return placed(known, found.parent, request, ids, keys, None, reasoning=reasoning, shared=shared)
             found = Continuation(None, [], self._refusal(found.parent, found.new_messages, request))
         ids = self._renderer.render(request.messages, request.tools)
         reasoning = self._shows_reasoning(ids, request.messages)
-        parent_by_ids = extended(known, np.asarray(ids, dtype=np.int32))
-        cause = found.cause
-        if parent_by_ids is not None:
-            cause = sibling_cause(known, parent_by_ids, request.messages, keys, otherwise=found.cause)
-        return Prompt(ids, parent_by_ids, cause, keys, tools_key, reasoning)
+        parent = extended(known, np.asarray(ids, dtype=np.int32))
+        return placed(known, parent, request, ids, keys, found.cause, reasoning=reasoning)
 
     def _shows_reasoning(self, ids: list[int], messages: list[Json]) -> bool:
         """Whether the template left any reasoning of these messages in the prompt that it made of them."""
@@ -108,7 +87,7 @@ class Prompter:
         kept = self._bridge(parent, new_messages, request, reasoning=False)
         return ForkCause.NOT_CLOSED if kept is None else ForkCause.TEMPLATE
 
-    def _completion(self, known: Conversations, prompt: str | list[int]) -> Prompt:
+    def _completion(self, known: Conversations, request: ChatRequest, prompt: str | list[int]) -> Prompt:
         """A prompt as it is: ids themselves, text as an engine would read it, with the tokenizer's own BOS."""
         ids, parent, cause = self._continued(known, prompt)
         if not ids:
@@ -118,10 +97,7 @@ class Prompter:
             if not self._warned:
                 self._warned = True
                 log.warning("a prompt of /v1/completions begins with two BOS tokens: the tokenizer adds one to a text")
-        keys = prompt_keys(prompt)
-        if parent is not None:
-            cause = sibling_cause(known, parent, [], keys, otherwise=cause)
-        return Prompt(ids, parent, cause, keys, digest([]), has_reasoning=False)
+        return placed(known, parent, request, ids, prompt_keys(prompt), cause, reasoning=False)
 
     def _continued(
         self, known: Conversations, prompt: str | list[int]

@@ -35,7 +35,7 @@ from leyden.errors import (
 )
 from leyden.gateway.attempts import Attempt, AttemptRecall, Attempts, Delivery
 from leyden.gateway.metrics import Metrics
-from leyden.gateway.prompt import Prompt
+from leyden.gateway.placement import Prompt
 from leyden.gateway.ways import Sampled, Way
 from leyden.gateway.workers import Workers
 from leyden.protocols import ChatChoice, ChatReply, ChatRequest, Recall

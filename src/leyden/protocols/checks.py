@@ -62,15 +62,18 @@ def loads(text: str | bytes) -> tuple[Any, int]:
 
 def field(body: Json, name: str, kind: type, *, required: bool = False, path: str = "") -> Any:
     """`body[name]` if it is of `kind`, None if it is missing or null and not `required`. `path` is where `body` is."""
-    value = body.get(name)
-    where = f"{path}.{name}" if path else name
-    if value is None:
-        if required:
-            raise RequestError(f"{where} is missing", param=where, code="missing_required_parameter")
-        return None
-    if not isinstance(value, kind):
+    value, where = _given(body, name, path, required=required)
+    if value is not None and not isinstance(value, kind):
         raise RequestError(f"{where} is {kind_of(value)}; send {_NAMES[kind]}", param=where, code="invalid_type")
     return value
+
+
+def _given(body: Json, name: str, path: str, *, required: bool) -> tuple[Any, str]:
+    """The value, None for a missing one, and the words for where it stands."""
+    value, where = body.get(name), f"{path}.{name}" if path else name
+    if value is None and required:
+        raise RequestError(f"{where} is missing", param=where, code="missing_required_parameter")
+    return value, where
 
 
 def objects(body: Json, name: str, *, required: bool = False, path: str = "") -> list[tuple[str, Json]]:
@@ -84,8 +87,7 @@ def objects(body: Json, name: str, *, required: bool = False, path: str = "") ->
 
 
 def number(body: Json, name: str, low: float, high: float, *, path: str = "") -> float | None:
-    value = body.get(name)
-    where = f"{path}.{name}" if path else name
+    value, where = _given(body, name, path, required=False)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -98,11 +100,8 @@ def number(body: Json, name: str, low: float, high: float, *, path: str = "") ->
 def integer(
     body: Json, name: str, low: int = -(2**63), high: int = 2**63 - 1, *, path: str = "", required: bool = False
 ) -> int | None:
-    value = body.get(name)
-    where = f"{path}.{name}" if path else name
+    value, where = _given(body, name, path, required=required)
     if value is None:
-        if required:
-            raise RequestError(f"{where} is missing", param=where, code="missing_required_parameter")
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{where} is {kind_of(value)}; send an integer", param=where, code="invalid_type")

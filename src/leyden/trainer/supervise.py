@@ -21,9 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, Self
 
-import orjson
-
 from leyden.client import ControlClient
+from leyden.client.announcement import read_announcement
 from leyden.errors import TrainingError
 
 START_LIMIT_S = 60.0
@@ -138,24 +137,24 @@ def child_command(name: str, run_file: Path, overrides: Sequence[str]) -> list[s
 async def wait_for_gateway(run_dir: Path, child: Child, key: str, limit_s: float = START_LIMIT_S) -> str:
     """The URL of the gateway that `child` runs, once it has written gateway.json and answers. `key`: control."""
     give_up = time.monotonic() + limit_s
-    while (found := read_gateway_file(run_dir)) is None or found[1] != child.process.pid:
+    while (url := _announced_by(child, run_dir)) is None:
         if child.process.returncode is not None:
             raise died(child)
         if time.monotonic() > give_up:
             raise TrainingError(f"the gateway did not listen within {limit_s:.0f} s; its log is {child.log}")
         await asyncio.sleep(POLL_S)
-    async with ControlClient(found[0], key, retry_limit_s=limit_s) as client:
+    async with ControlClient(url, key, retry_limit_s=limit_s) as client:
         await client.health()
-    return found[0]
+    return url
 
 
-def read_gateway_file(run_dir: Path) -> tuple[str, int] | None:
-    """(url, pid) of the gateway that last listened for this run folder."""
+def _announced_by(child: Child, run_dir: Path) -> str | None:
+    """The URL, if this child is the gateway that listened last."""
     try:
-        found = orjson.loads((run_dir / "gateway.json").read_bytes())
-        return str(found["url"]), int(found["pid"])
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        found = read_announcement(run_dir)
+    except (OSError, ValueError):
         return None
+    return found.url if found.pid == child.process.pid else None
 
 
 async def _end(child: Child) -> None:

@@ -11,8 +11,8 @@ from leyden.gateway.engines.base import (
     joined,
 )
 from leyden.gateway.engines.connections import NotSent
+from leyden.gateway.engines.engine_http import EngineHttp
 from leyden.gateway.engines.evidence import Evidence
-from leyden.gateway.engines.http import EngineHttp
 from leyden.gateway.engines.leyden import LeydenEngine
 from leyden.gateway.engines.vllm import VllmEngine
 

@@ -16,8 +16,8 @@ from leyden.gateway.engines.base import (
     sampled_ids,
     within,
 )
+from leyden.gateway.engines.engine_http import EngineHttp
 from leyden.gateway.engines.evidence import Evidence
-from leyden.gateway.engines.http import EngineHttp
 from leyden.types import Generation, VersionSpan
 
 HEALTH_S = 10.0

@@ -19,8 +19,8 @@ from leyden.gateway.engines.base import (
     as_promised,
     within,
 )
+from leyden.gateway.engines.engine_http import EngineHttp, parsed
 from leyden.gateway.engines.evidence import Evidence
-from leyden.gateway.engines.http import EngineHttp, parsed
 from leyden.types import Generation
 
 HEALTH_S = 10.0

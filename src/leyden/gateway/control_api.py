@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from leyden.client import encode, mint
 from leyden.config import RunConfig, engine_url
 from leyden.errors import Conflict, Unprocessable, Unwritable
 from leyden.gateway.admission import Admission
+from leyden.gateway.attempt_ends import AttemptEnds
 from leyden.gateway.control_bodies import (
     CancelBody,
     ClaimBody,
+    ControlCall,
     CreateGroups,
     EventBody,
     ExitBody,
@@ -56,29 +55,13 @@ from leyden.records import (
     Unmet,
     WorkspaceReceipt,
 )
-from leyden.store import UNSEEN, Store
+from leyden.store import Store
 from leyden.types import Claims, RolloutState, Scope
 
 LONGEST_POLL_S = 60.0
 MOST_ROLLOUTS = 5000
 KEY_GRACE_S = 24 * 3600.0
 ARROW, GZIP = "application/vnd.apache.arrow.stream", "application/gzip"
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ControlCall:
-    """A call of an operation: `body` and `query` are of the types that the operation names."""
-
-    request: Request
-    claims: Claims
-    body: Any = None
-    query: Any = None
-
-    @property
-    def rollout_id(self) -> str:
-        return str(self.request.path_params["rollout_id"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,75 +146,31 @@ class ControlApi:
 
     async def exit(self, call: ControlCall) -> ExitReceipt:
         body: ExitBody = call.body
-        rollout_id = call.rollout_id
-        if why := self._unscored(rollout_id, body.attempt):
-            return ExitReceipt(self._void(rollout_id, body.attempt, why))
-        rollout = self.store.rollouts.exit(
-            rollout_id, body.attempt, exit_code=body.exit_code, timed_out=body.timed_out, reason=body.reason
-        )
-        self.turns.attempts.drop(rollout_id, body.attempt)
+        ends = self._ends()
+        if why := ends.unscored(call.rollout_id, body.attempt):
+            return ExitReceipt(ends.void(call.rollout_id, body.attempt, why))
+        rollout = ends.exit(call.rollout_id, body)
         lifetime_s = self.config.controller.start_timeout_s + self.config.grader.timeout_s
         return ExitReceipt(rollout, self._key(Scope.GRADER, rollout, lifetime_s))
 
-    def _unscored(self, rollout_id: str, attempt: int) -> str | None:
-        """Why a running attempt will not be graded, or None."""
-        if self.store.rollouts.get(rollout_id).state is not RolloutState.RUNNING:
-            return None
-        if why := self.turns.attempts.incomplete(rollout_id, attempt):
-            return f"incomplete: {why}"
-        return UNSEEN if self.store.rollouts.outage(rollout_id, attempt) else None
-
     async def finish(self, call: ControlCall) -> Rollout:
         body: FinishBody = call.body
-        rollout, by_harness = self.store.rollouts.get(call.rollout_id), self.config.grader.harness
-        grading = rollout.attempt == body.attempt and rollout.state is RolloutState.GRADING
-        unscored = grading and rollout.reward is None
-        if unscored and by_harness and (rollout.timed_out or rollout.exit_code != 0):
-            self.store.rollouts.reward(call.rollout_id, body.attempt, 0.0, while_running=False)
-        elif unscored:
-            reason = f"no reward: {body.reason}" if body.reason else "no reward"
-            return self._void(rollout.rollout_id, body.attempt, reason)
-        rollout = self.store.rollouts.finish(rollout.rollout_id, body.attempt, body.reason)
-        self._over(rollout, body.attempt)
-        return rollout
-
-    def _over(self, rollout: Rollout, attempt: int) -> None:
-        """The attempt is over: what it handed in goes, as `workspace.keep` says."""
-        self.turns.attempts.drop(rollout.rollout_id, attempt)
-        keep = self.config.workspace.keep
-        if keep == "none" or (keep == "failed" and rollout.state is RolloutState.SUCCEEDED):
-            self._workspaces().remove(rollout.rollout_id, attempt)
+        return self._ends().finish(call.rollout_id, body.attempt, body.reason)
 
     async def infrastructure(self, call: ControlCall) -> Rollout:
         body: VoidBody = call.body
-        rollout_id = call.rollout_id
-        return self._void(rollout_id, body.attempt, body.reason, final=body.final)
-
-    def _void(self, rollout_id: str, attempt: int, reason: str, *, final: bool = False) -> Rollout:
-        """An attempt that an outage of the gateway or a full disk may have hit uses up none of `max_attempts`."""
-        let_down = self.store.rollouts.outage(rollout_id, attempt) or self.turns.attempts.let_down(rollout_id, attempt)
-        if let_down and not final:
-            rollout = self.store.rollouts.give_back(rollout_id, attempt, reason)
-        else:
-            harness = self.config.harness
-            rollout = self.store.rollouts.infrastructure(
-                rollout_id, attempt, reason, 0 if final else harness.max_attempts, harness.retry_backoff_s
-            )
-        self._over(rollout, attempt)
-        return rollout
+        return self._ends().void(call.rollout_id, body.attempt, body.reason, final=body.final)
 
     async def give_back(self, call: ControlCall) -> Rollout:
         body: FailureBody = call.body
-        rollout_id = call.rollout_id
-        rollout = self.store.rollouts.give_back(rollout_id, body.attempt, body.reason)
-        self.turns.attempts.drop(rollout_id, body.attempt)
-        return rollout
+        return self._ends().give_back(call.rollout_id, body.attempt, body.reason)
 
     async def cancel(self, call: ControlCall) -> Rollout:
         body: CancelBody = call.body
-        rollout = self.store.rollouts.cancel(call.rollout_id, body.reason)
-        self.turns.attempts.drop(rollout.rollout_id, rollout.attempt)
-        return rollout
+        return self._ends().cancel(call.rollout_id, body.reason)
+
+    def _ends(self) -> AttemptEnds:
+        return AttemptEnds(self.config, self.store, self.turns.attempts, self._workspaces())
 
     async def reward(self, call: ControlCall) -> RewardReceipt:
         body: RewardBody = call.body

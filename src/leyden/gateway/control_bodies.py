@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
 
 from leyden.config import EvalSamplingConfig
 from leyden.errors import Unprocessable
 from leyden.rewards import reward_number
-from leyden.types import RolloutState
+from leyden.types import Claims, RolloutState
 
 LARGEST = 2**63 - 1  # what the store's integers hold
 
@@ -38,6 +40,20 @@ def read(kind: type[Read], value: Any) -> Read:
             raise Unprocessable(f"{where} is missing", param=where) from None
         why = first["msg"].removeprefix("Value error, ")
         raise Unprocessable(f"{where}: {first['input']!r:.200} is refused: {why}", param=where) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """A call of an operation: `body` and `query` are of the types that the operation names."""
+
+    request: Request
+    claims: Claims
+    body: Any = None
+    query: Any = None
+
+    @property
+    def rollout_id(self) -> str:
+        return str(self.request.path_params["rollout_id"])
 
 
 class GroupSpec(Body):

@@ -14,12 +14,13 @@ from starlette.routing import Route
 from leyden.config import RunConfig
 from leyden.errors import InternalError, RequestError, Unprocessable
 from leyden.gateway.auth import authenticate
-from leyden.gateway.control_api import ARROW, GZIP, ControlApi, ControlCall
+from leyden.gateway.control_api import ARROW, GZIP, ControlApi
 from leyden.gateway.control_bodies import (
     SEND_REWARD,
     Body,
     CancelBody,
     ClaimBody,
+    ControlCall,
     CreateGroups,
     EventBody,
     EventQuery,
